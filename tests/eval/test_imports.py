@@ -115,7 +115,7 @@ def test_no_module_needs_itself() -> None:
     TopologicalSorter(GRAPH).prepare()  # raises on a cycle
 
 
-def test_packages_are_named_after_what_they_hold_and_hold_no_code() -> None:
+def test_packages_are_named_after_their_contents_and_hold_no_code() -> None:
     """Importing one module of a folder does not import the others; `languages` lists the modules there are."""
     for name, path in MODULES.items():
         if path.name == "__init__.py" and name not in ("kvpress_eval", "kvpress_eval.tasks.languages"):
@@ -156,7 +156,7 @@ def test_the_library_never_imports_the_harness() -> None:
         ("kvpress_eval.report.write", ["torch", "transformers"]),
     ],
 )
-def test_what_is_not_needed_is_not_loaded(module: str, heavy: list[str]) -> None:
+def test_modules_that_are_not_needed_are_not_loaded(module: str, heavy: list[str]) -> None:
     code = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603
     assert done.stdout.strip() == "[]"

@@ -76,7 +76,7 @@ def test_pursuit_adds_to_what_it_has_chosen() -> None:
         assert errors[0] > errors[1] > errors[2]
 
 
-def test_it_reads_its_prompt_again_unless_told_otherwise() -> None:
+def test_the_prompt_is_read_again_by_default() -> None:
     model, ids = tiny_model("llama"), tokens(1, 40)
     repeated, prefilled = (read(model, f"attention_matching:0.5,{q}", ids) for q in ("queries=repeat", ASKED))
     assert repeated.get_seq_length() == 40

@@ -152,7 +152,7 @@ def test_the_budget_is_that_of_the_whole_prompt() -> None:
 @pytest.mark.parametrize(
     "spec", ["kivi:bits=4,group_size=8,residual_length=8", "quest:budget=12,page_size=4,skip_layers=0"]
 )
-def test_what_is_kept_is_sealed_at_the_end(spec: str) -> None:
+def test_kept_pairs_are_sealed_at_the_end(spec: str) -> None:
     model = tiny_model("llama")
     with kvpress.get_press(f"bounded(knorm:0.5):chunk=32 + {spec}")(model) as session:
         model.generate(tokens(2, 300), max_new_tokens=3)
@@ -180,14 +180,14 @@ def test_later_turns_and_readings_without_eviction() -> None:
      ("cake:0.5", "CAKEPress: it shares a budget among all layers"),
      ("decoding(snapkv)", "DecodingPress: it does not evict from prompts"), ("kivi", "such as SnapKVPress, got KIVIPress")],
 )  # fmt: skip
-def test_what_needs_the_whole_prompt_is_refused_with_the_reason(spec: str, message: str) -> None:
+def test_presses_that_need_the_whole_prompt_are_refused_with_the_reason(spec: str, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         kvpress.get_press(f"bounded({spec})")
     with pytest.raises(ValueError, match="chunk must be >= 1, got 0"):
         kvpress.get_press("bounded(knorm:0.5):chunk=0")
 
 
-def test_what_a_split_pass_cannot_return_is_refused() -> None:
+def test_outputs_that_a_split_pass_cannot_return_are_refused() -> None:
     model, ids = tiny_model("llama"), tokens(1, 40)
     with kvpress.get_press("bounded(knorm:0.5):chunk=16")(model):
         with pytest.raises(ValueError, match="labels is not available if a prompt is read in chunks of 16 tokens"):

@@ -134,7 +134,7 @@ def test_rows_share_out_on_their_own_and_exactly() -> None:
 
 
 @pytest.mark.parametrize("wrapper", ["adakv", "critical_adakv"])
-def test_heads_compete_for_what_their_layer_gets(wrapper: str) -> None:
+def test_heads_compete_for_the_budget_of_their_layer(wrapper: str) -> None:
     plain, heads = lengths("cake:0.5,window_size=4"), lengths(f"{wrapper}(cake:0.5,window_size=4)")
     assert [[sum(row) for row in layer] for layer in heads] == [[sum(row) for row in layer] for layer in plain]
     assert any(row[0] != row[1] for layer in heads for row in layer)

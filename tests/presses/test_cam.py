@@ -116,7 +116,7 @@ def test_chances_of_nought_and_one(seen: Seen) -> None:
         torch.testing.assert_close(rewritten.values[:, :, j], plain[:, :, j] + plain[:, :, 2] / 2)
 
 
-def test_chances_are_what_they_say() -> None:
+def test_random_numbers_are_uniform() -> None:
     """Over many layers and lengths, the numbers are uniform, and the same for all rows."""
     samples = []
     for seen_tokens in range(50, 250):
@@ -136,7 +136,7 @@ def test_chances_are_what_they_say() -> None:
 
 
 @pytest.mark.parametrize("inner", ["keydiff", "adakv(snapkv:window_size=3)", "h2o"])
-def test_rows_are_what_they_are_alone_and_runs_repeat(inner: str) -> None:
+def test_rows_are_as_alone_and_runs_repeat(inner: str) -> None:
     press = CAMPress(kvpress.get_press(inner), compression_interval=3, target_size=9, merge_budget=4)
     ids, mask = padded_batch([30, 21, 12])
     together = run(press, mask=mask, ids=ids, steps=13)
@@ -163,7 +163,7 @@ def test_a_target_that_is_never_reached_is_no_press() -> None:
             assert torch.equal(generate(model, ids, mask).sequences, expected)
 
 
-def test_what_is_merged_changes_what_is_generated() -> None:
+def test_merging_changes_the_generated_tokens() -> None:
     settings = {"compression_interval": 2, "target_size": 10}
     merged, plain = (run(press(KnormPress(), **settings), steps=12) for press in (CAMPress, DecodingPress))
     assert not torch.equal(merged.sequences, plain.sequences)

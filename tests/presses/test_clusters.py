@@ -50,7 +50,7 @@ def radii(keys: Tensor) -> list[float]:
 
 
 @pytest.mark.parametrize(("family", "spec"), [("llama", "{}"), ("qwen3", "adakv({})")])
-def test_subgen_keeps_centres_with_what_is_nearest_to_them(family: str, spec: str, monkeypatch: Any) -> None:
+def test_subgen_keeps_centres_with_their_nearest_pairs(family: str, spec: str, monkeypatch: Any) -> None:
     monkeypatch.setattr("kvpress.cache.attention.BLOCK_BYTES", 4 * 16**2 * 3)  # several parts
     block, window, sinks = 16, 4, 2
     press = spec.format("subgen:0.6,block_size=16,window_size=4,n_sink=2")

@@ -33,9 +33,7 @@ def z(scores: Tensor) -> Tensor:
         ({"compression_ratio": 0.75, "scale": 1.0}, 0.75),
     ],
 )
-def test_the_two_terms_of_what_lies_between_the_sinks_are_standardised_and_blended(
-    arguments: dict[str, Any], weight: float
-) -> None:
+def test_the_two_terms_between_the_sinks_are_standardised_and_blended(arguments: dict[str, Any], weight: float) -> None:
     model, ids = tiny_model("llama"), tokens(1, 40)
     press = CompactorPress(**arguments, sink_size_start=3, sink_size_end=2, chunk_size=SIZE)
     view, scores = one_view(model, press, ids)

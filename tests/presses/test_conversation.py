@@ -38,7 +38,7 @@ def test_a_cache_never_holds_more_than_the_budget_and_a_turn_or_interval(inner: 
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "gpt_oss"])
-def test_turns_are_cut_to_the_budget_whoever_read_them(family: str) -> None:
+def test_turns_are_cut_to_the_budget_in_every_family(family: str) -> None:
     model, press = tiny_model(family, "eager"), kvpress.get_press("conversation(knorm):budget=16,interval=100")
     cache = DynamicCache(config=model.config)
     with press(model):
@@ -94,6 +94,6 @@ def test_bytes_do_not_grow_over_a_hundred_turns() -> None:
         ("conversation(snapkv) + h2o:0.5", "one eviction while decoding"),
     ],
 )
-def test_what_would_be_ignored_is_refused(spec: str, message: str) -> None:
+def test_conflicting_settings_are_refused(spec: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         kvpress.get_press(spec)

@@ -25,7 +25,7 @@ def middle(model: Any) -> float:
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "gpt_oss"])
-def test_what_scores_below_the_threshold_goes_once_it_left_the_window(family: str) -> None:
+def test_pairs_below_the_threshold_are_evicted_behind_the_window(family: str) -> None:
     model, (ids, mask) = tiny_model(family, "eager" if family == "gpt_oss" else "sdpa"), padded_batch([LENGTH, 25])
     threshold = middle(model)
     with kvpress.DMSPress(kvpress.KnormPress(), threshold, WINDOW)(model) as session:

@@ -159,7 +159,7 @@ def test_it_acts_in_both_phases_wherever_it_is_put(which: str) -> None:
     assert all(head == set(range(ROWS[0].shape[1])) - INSIDE[0] for layer in kept(cache) for head in layer[0])
 
 
-def test_a_ratio_behind_it_is_of_what_is_left() -> None:
+def test_a_ratio_behind_it_is_of_the_remaining_pairs() -> None:
     model, ids = tiny_model("llama"), ROWS[0]
     cache = prefill(model, drop() + kvpress.KnormPress(0.5), ids)
     expected = (ids.shape[1] - 9) // 2
@@ -174,7 +174,7 @@ def test_several_presses_share_a_reading() -> None:
         assert positions(cache) == positions(prefill(model, press, ids, mask))
 
 
-def test_beams_copy_what_was_dropped() -> None:
+def test_beams_copy_the_dropped_spans() -> None:
     model = tiny_model("llama")
     with drop()(model):
         cache = generate(model, ROWS[0], num_beams=3, max_new_tokens=6).past_key_values
@@ -193,7 +193,7 @@ def test_an_open_span_reaches_to_the_newest_token_unless_only_closed_ones_count(
     assert Between("a", "b", str, with_tags, closed=True).within(marks, 20) == spans[:1]
 
 
-def test_tags_that_cannot_be_told_apart_or_found_are_refused() -> None:
+def test_unusable_tags_are_refused() -> None:
     with pytest.raises(ValueError, match="two different texts, got '<a>' and '<a>'"):
         kvpress.DropSpansPress("<a>", "<a>")
     with pytest.raises(ValueError, match="would never be found"):
@@ -210,14 +210,14 @@ def test_tags_that_cannot_be_told_apart_or_found_are_refused() -> None:
         recorded.__enter__()
 
 
-def test_a_spec_says_the_same() -> None:
+def test_a_spec_is_the_same_press() -> None:
     press = kvpress.get_press("drop_spans(knorm:0.5):<a>,</a>")
     assert press == kvpress.DropSpansPress("<a>", "</a>", kvpress.KnormPress(0.5))
     assert kvpress.get_press(kvpress.to_spec(press)) == press
     assert kvpress.get_press("drop_spans") == kvpress.DropSpansPress("<think>", "</think>")
 
 
-def test_rows_alone_drop_what_they_do_in_a_batch() -> None:
+def test_rows_alone_drop_the_same_pairs_as_in_a_batch() -> None:
     model, (ids, mask) = tiny_model("llama"), batch_of(*ROWS)
     press = drop(kvpress.get_press("adakv(snapkv:0.5,window_size=3)"))
     together = kept(prefill(model, press, ids, mask), mask)

@@ -143,9 +143,7 @@ def kept(model: Any, press: Any, ids: Tensor, mask: Tensor | None = None, chunk:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3_text"])
-def test_statistics_of_the_prompt_from_a_file_give_what_the_prompt_gives(
-    family: str, statistics: dict[str, Path]
-) -> None:
+def test_statistics_of_the_prompt_from_a_file_keep_the_same_pairs(family: str, statistics: dict[str, Path]) -> None:
     model, ids = tiny_model(family), tokens(1, 48)
     press = ExpectedAttentionStatsPress(0.5, n_future_positions=16, stats_folder=str(statistics[family]))
     expected = kept(model, ExpectedAttentionPress(0.5, n_future_positions=16), ids)
@@ -180,7 +178,7 @@ def test_statistics_from_a_file_serve_decoding_and_budgets_per_head(statistics: 
     assert sum(sizes) == 48
 
 
-def test_the_reference_model_has_its_statistics_and_others_are_told_to_make_theirs(tmp_path: Path) -> None:
+def test_the_reference_model_has_statistics_and_other_models_need_a_file(tmp_path: Path) -> None:
     model, tokenizer = kvpress.load_model("reference")
     press = ExpectedAttentionStatsPress(0.5)
     prompt = tokenizer(" The code for tiger is 4837. The old river runs." * 10, return_tensors="pt")

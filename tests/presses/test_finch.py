@@ -39,7 +39,7 @@ def expected(model: Any, ids: Tensor, question: int, press: Any) -> dict[int, Te
 @pytest.mark.parametrize("chunk", [None, 7])
 @pytest.mark.parametrize("normalised", [True, False])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
-def test_what_stays_is_what_the_question_reads(family: str, normalised: bool, chunk: int | None) -> None:
+def test_kept_pairs_are_the_ones_that_the_question_reads(family: str, normalised: bool, chunk: int | None) -> None:
     model, (ids, mask) = tiny_model(family, "eager"), prompts()
     press = kvpress.FinchPress(0.5, None, normalised, False, delimiter_token_id=DELIMITER)
     with press(model) as session:

@@ -53,7 +53,7 @@ def test_heads_keep_their_best_pairs_by_their_scores(family: str, beta: float, p
                 assert kept[layer][row][head] == [at + LENGTH - length for at in alone]
 
 
-def test_decoding_reads_what_is_kept(scores: Path) -> None:
+def test_decoding_reads_the_kept_pairs(scores: Path) -> None:
     press = HeadKVPress(0.5, window_size=WINDOW, table=scores)
     actual, expected, _ = decode_both(tiny_model("gpt_oss", "eager"), press, *padded_batch([40, 26]))
     torch.testing.assert_close(actual, expected, atol=2e-4, rtol=1e-4)
@@ -86,7 +86,7 @@ def test_tables_of_kv_heads_do_as_well_and_others_are_refused(scores: Path, tmp_
         prefill(model, HeadKVPress(0.5), ids)
 
 
-def test_what_lies_beside_the_model_is_read(scores: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_in_the_folder_of_the_model_are_read(scores: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The authors' scores come first, then the table of `duo_attention`."""
     model, ids = tiny_model("llama"), tokens(2, LENGTH)
     duo = scores.with_name("full_attention_heads.tsv")

@@ -71,7 +71,7 @@ def test_several_rounds_add_up() -> None:
     assert_without_gaps(model, cache, stock, [45])
 
 
-def test_it_is_what_streaming_llm_calls_reindex() -> None:
+def test_it_equals_reindex_of_streaming_llm() -> None:
     model, ids, new = tiny_model("llama"), tokens(2, 40), tokens(2, 3, seed=1)
     logits = []
     for spec in ("key_rerotation(streaming_llm:0.5)", "streaming_llm:0.5,reindex=true", "streaming_llm:0.5"):
@@ -112,7 +112,7 @@ def test_encoded_keys_cannot_be_turned() -> None:
             model(tokens(1, 4), past_key_values=cache)
 
 
-def test_what_the_inner_press_rewrites_stays_rewritten() -> None:
+def test_rewrites_of_the_inner_press_stay() -> None:
     """Values are made half as long while keys move: neither is lost."""
 
     class Halved(kvpress.KnormPress):

@@ -68,7 +68,7 @@ def kept_by_hand(scores: Tensor, press: Any) -> list[list[list[int]]]:
     ],
 )
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
-def test_what_stays_is_what_eager_attention_says(family: str, settings: dict[str, Any]) -> None:
+def test_kept_pairs_follow_from_eager_attention(family: str, settings: dict[str, Any]) -> None:
     model = tiny_model(family, "eager")
     press = kvpress.KVComposePress(**{"compression_ratio": 0.5, **settings})
     ids, mask = padded_batch([LENGTH, 23])

@@ -77,7 +77,7 @@ def test_scores_are_the_largest_weights_of_a_second_reading(family: str, layerwi
     assert layerwise or len({len(head) for layer in kvpress.kept_positions(cache) for head in layer[0]}) > 1
 
 
-def test_later_chunks_are_asked_for_in_the_words_of_the_authors() -> None:
+def test_later_chunks_use_the_prompts_of_the_authors() -> None:
     prompts = []
     words = Words(False)
     words.encode = lambda text, add_special_tokens: prompts.append(text) or []
@@ -183,7 +183,7 @@ def test_chunked_prefill_keeps_the_same_pairs(padded: bool) -> None:
     assert outcomes[0] == outcomes[1]
 
 
-def test_later_turns_share_the_budget_and_keep_what_survived() -> None:
+def test_later_turns_share_the_budget_and_keep_the_survivors() -> None:
     model, press = tiny_model("llama"), KVzipPress(0.5, repeat_prompt="")
     cache, sequence = DynamicCache(config=model.config), tokens(2, 24)
     kept: list[set[tuple[int, ...]]] = [set(), set()]
@@ -276,7 +276,7 @@ def test_configuration() -> None:
     assert kvpress.get_press(kvpress.to_spec(press)) == press
 
 
-def test_composed_with_a_codec_what_stays_is_encoded() -> None:
+def test_kept_pairs_are_encoded_by_a_codec_behind_it() -> None:
     model = tiny_model("llama")
     press = kvpress.get_press("kvzip:0.5,layerwise=true,repeat_prompt= + kivi:bits=4,group_size=4,residual_length=4")
     alone = prefill(model, kvpress.get_press("kvzip:0.5,layerwise=true,repeat_prompt="), tokens(2, LENGTH))

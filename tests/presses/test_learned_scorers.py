@@ -98,7 +98,7 @@ def test_calibrated_filters_point_away_from_queries(tmp_path: Path) -> None:
     torch.testing.assert_close(scores, -torch.einsum("bhnd,hd->bhn", view.keys, calibrated["0.filter"]))
 
 
-def test_the_reference_model_has_filters_and_others_are_asked_for_by_name() -> None:
+def test_the_reference_model_has_filters_and_other_models_need_a_file() -> None:
     model, tokenizer = kvpress.load_model("reference")
     with kvpress.QFilterPress(0.5)(model) as session:
         model.generate(**tokenizer(" The code for tiger is 4837." * 9, return_tensors="pt"), max_new_tokens=1)
@@ -110,7 +110,7 @@ def test_the_reference_model_has_filters_and_others_are_asked_for_by_name() -> N
     ("press", "method", "word"),
     [(kvpress.QFilterPress, "filters", "q_filters"), (kvpress.KVzapPress, "weights", "KVzap-mlp")],
 )
-def test_what_is_missing_or_foreign_is_named(press: Any, method: str, word: str, tmp_path: Path) -> None:
+def test_missing_and_foreign_files_are_named(press: Any, method: str, word: str, tmp_path: Path) -> None:
     del word
     model = tiny_model("llama")
     with pytest.raises(ValueError, match="not loaded from a path"), press(0.5)(model):
@@ -135,7 +135,7 @@ def test_the_other_kind_of_networks_is_refused(tmp_path: Path) -> None:
         pass
 
 
-def test_the_hub_is_asked_for_what_is_published(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_published_repositories_are_requested_from_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     requests = []
 
     def download(repository: str, name: str) -> str:

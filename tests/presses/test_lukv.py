@@ -25,7 +25,7 @@ def curve(path: Path, layers: int = 3, heads: int = 2) -> str:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_heads_keep_what_the_curve_says(family: str, tmp_path: Path) -> None:
+def test_heads_keep_the_shares_of_the_curve(family: str, tmp_path: Path) -> None:
     file, model = curve(tmp_path), tiny_model(family)
     losses = np.load(file)
     ids, mask = padded_batch([LENGTH, 40])
@@ -56,7 +56,7 @@ def test_shares_add_up_and_lie_between_whole_percents(tmp_path: Path) -> None:
         assert bool((counts >= (1 - ends[high]) * 1000 - 1).all())
 
 
-def test_what_some_heads_keep_in_any_case_the_others_give() -> None:
+def test_the_minimum_of_some_heads_is_taken_from_the_others() -> None:
     steps = torch.arange(1, 100)[:, None] / 100
     curve = torch.cat([steps**0.1, steps, 2 * steps - steps**0.1], dim=1).clamp(0, 1)
     for ratio in (0.3, 0.5, 0.8):

@@ -50,7 +50,7 @@ def test_all_weight_on_one_is_that_one() -> None:
     assert kept("mix(keydiff:0.5; knorm):weight=0.0") == kept("knorm:0.5")
 
 
-def test_what_either_protects_stays() -> None:
+def test_pairs_protected_by_either_press_stay() -> None:
     for head in kept("mix(knorm:0.8; leverage_score:n_sink=3)"):
         assert head[:3] == [0, 1, 2]
 
@@ -66,6 +66,6 @@ def test_what_either_protects_stays() -> None:
         ("mix(knorm:0.5)", "needs|missing"),
     ],
 )
-def test_what_cannot_be_mixed_is_refused(spec: str, words: str) -> None:
+def test_presses_that_cannot_be_mixed_are_refused(spec: str, words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         kvpress.get_press(spec)

@@ -33,7 +33,7 @@ def test_every_layer_keeps_its_own_share(family: str, inner: str, padded: bool) 
     assert press == PerLayerCompressionPress(kvpress.get_press(inner), RATIOS[family])
 
 
-def test_each_layer_keeps_what_the_press_keeps_at_its_ratio() -> None:
+def test_each_layer_keeps_the_pairs_of_the_press_at_its_ratio() -> None:
     model, (ids, mask) = tiny_model("llama"), padded_batch([40, 26])
 
     def kept(press: Any, chunk: int | None = None) -> list[Any]:

@@ -135,7 +135,7 @@ def test_a_span_is_protected_from_all_parts_and_inside_wrappers(place: str) -> N
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "phi3", "gpt_oss"])
-def test_what_is_left_is_what_attention_reads(family: str) -> None:
+def test_attention_reads_the_kept_pairs(family: str) -> None:
     model, press = tiny_model(family, "eager"), kvpress.get_press("protect(adakv(knorm:0.6)):tokens=3:7 10:12")
     actual, expected, _ = decode_both(model, press, *padded_batch([40, 26]))
     torch.testing.assert_close(actual, expected, atol=2e-4, rtol=1e-4)
@@ -189,7 +189,7 @@ def test_roles_tags_and_the_last_turn_are_found_in_ids(
         assert heads[0] == row_spared | set(newest)
 
 
-def test_rows_of_a_batch_protect_what_they_would_alone() -> None:
+def test_rows_of_a_batch_protect_the_same_pairs_as_alone() -> None:
     model, (ids, mask) = tiny_model("llama"), batch_of(*CHAT)
     press = kvpress.SnapKVPress(0.5, window_size=4).protect(roles=["system"], last=["user"], tokenizer=Words())
     together = kept(prefill(model, press, ids, mask), mask)
@@ -260,7 +260,7 @@ def test_a_budget_of_everything_leaves_every_layer_whole() -> None:
     assert [layer.store.stored() for layer in session.cache.layers] == [[37, 37]] * 3
 
 
-def test_one_reading_for_several_presses_protects_what_each_would_alone() -> None:
+def test_one_reading_for_several_presses_protects_the_pairs_of_each() -> None:
     model, (ids, mask) = tiny_model("llama"), batch_of(*CHAT)
     presses = [
         kvpress.KnormPress(0.5).protect(**how, tokenizer=Words()) for how in ({"roles": ["system"]}, {"last": ["user"]})
@@ -346,7 +346,7 @@ def test_bad_spans_are_refused_by_name(named: dict[str, Any], words: list[str]) 
     refused(tiny_model("llama"), lambda: kvpress.KnormPress(0.5).protect(**named), ValueError, *words)
 
 
-def test_what_cannot_be_protected_is_refused_before_the_model_runs() -> None:
+def test_impossible_protection_is_refused_before_the_model_runs() -> None:
     model = tiny_model("llama")
 
     def read(press: Any, **inputs: Any) -> None:

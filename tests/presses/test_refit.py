@@ -21,7 +21,7 @@ LENGTH = 70
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3_text", "gpt_oss"])
 @pytest.mark.parametrize("press", ["refit(adakv(knorm:0.6)):ridge=1", "refit(sample(knorm:0.8)):ridge=4"])
 def test_values_are_the_least_squares(family: str, press: str) -> None:
-    """Covers more and fewer queries than pairs, equal and ragged heads, log-weights, sliding layers and sinks."""
+    """Cover more and fewer queries than pairs, equal and ragged heads, log-weights, sliding layers and sinks."""
     model, ids, ridge = tiny_model(family, "eager"), tokens(2, LENGTH), float(press[-1])
     cache = read(model, press, ids)
     for layer in full_layers(model):
@@ -122,7 +122,7 @@ def test_a_later_turn_solves_for_its_own_pairs_alone(codec: str) -> None:
         assert not torch.allclose(new[2][is_new], unfitted[2][unfitted[0] >= 60], atol=0.05)
 
 
-def test_copies_keep_what_they_held() -> None:
+def test_copies_keep_their_values() -> None:
     model = tiny_model("llama")
     cache = read(model, "knorm:0.5", tokens(1, 60))
     twin = copy.deepcopy(cache)
@@ -143,7 +143,7 @@ def test_bytes_do_not_change_but_for_weights() -> None:
     assert weighed.total_bytes - plain.total_bytes == 2 * 3 * 2 * 2 * 40  # bytes, layers, rows, heads, pairs
 
 
-def test_what_keeps_all_pairs_changes_nothing() -> None:
+def test_keeping_all_pairs_changes_nothing() -> None:
     model, ids = tiny_model("llama"), tokens(1, 30)
     cache = read(model, "refit(knorm:budget=30)", ids)
     full = read(model, "none", ids)
@@ -182,7 +182,7 @@ def test_outputs_come_closer_to_those_of_all_pairs() -> None:
         ("refit(budgeted(knorm):smaller=10)", "needs a press that scores"),
     ],
 )
-def test_what_would_undo_it_is_refused(spec: str, words: str) -> None:
+def test_unsuitable_compositions_are_refused(spec: str, words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         kvpress.get_press(spec)
 

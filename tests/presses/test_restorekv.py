@@ -161,7 +161,7 @@ def test_later_turns_add_their_own_and_files_keep_them(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_what_is_not_cut_gets_no_learned_pairs(tmp_path: Path) -> None:
+def test_rows_without_eviction_get_no_learned_pairs(tmp_path: Path) -> None:
     model = tiny_model("llama")
     folder = learn(tmp_path, model)
     ids, mask = padded_batch([40, 4])
@@ -194,7 +194,7 @@ def refused(model: Any, press: Any, error: type[Exception], message: str) -> Non
         generate(model, tokens(1, 40), max_new_tokens=1)
 
 
-def test_what_is_missing_or_foreign_is_named(tmp_path: Path) -> None:
+def test_missing_and_foreign_files_are_named(tmp_path: Path) -> None:
     model = tiny_model("llama")
     refused(model, RestoreKVPress(0.5, repeat_prompt=""), ValueError, "not loaded from a path")
     refused(model, press_of(str(tmp_path)), FileNotFoundError, r"no restore_embeddings\.safetensors in")
@@ -221,7 +221,7 @@ def test_what_is_missing_or_foreign_is_named(tmp_path: Path) -> None:
     refused(model, press_of(folder), ValueError, "no configuration of a LoRA adapter")
 
 
-def test_the_hub_is_asked_for_what_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_published_repositories_are_requested_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = []
 
     def download(repository: str, name: str) -> str:
@@ -244,7 +244,7 @@ def test_the_hub_is_asked_for_what_is_published(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 @torch.no_grad()
-def test_tokens_that_follow_read_them_beside_what_stays(family: str, tmp_path: Path) -> None:
+def test_later_tokens_read_the_learned_pairs_and_the_kept_ones(family: str, tmp_path: Path) -> None:
     model = tiny_model(family, **({"implementation": "eager"} if family == "gpt_oss" else {}))
     press, ids, follow = press_of(learn(tmp_path, model)), tokens(2, 40), tokens(2, 5, seed=7)
     cache, stock = DynamicCache(config=model.config), DynamicCache(config=model.config)
@@ -285,7 +285,7 @@ def shown(kept: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
-def test_training_reads_what_the_press_does(family: str, tmp_path: Path) -> None:
+def test_training_reads_the_same_pairs_as_the_press(family: str, tmp_path: Path) -> None:
     model, ids, file = tiny_model(family, "eager"), tokens(2, 100), tmp_path / "restore.safetensors"
     settings = METHODS["restorekv"](answer=12, steps=3, lr=0.05)
     calibrate(model, ids, settings, file)

@@ -102,6 +102,6 @@ def test_weights_live_through_encoding_and_a_copy_by_beams() -> None:
         ("sample(knorm:0.5):share=1.5", "share"),
     ],
 )
-def test_what_would_lose_the_weights_is_refused(spec: str, words: str) -> None:
+def test_compositions_that_lose_the_weights_are_refused(spec: str, words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         kvpress.get_press(spec)

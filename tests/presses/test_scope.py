@@ -64,7 +64,7 @@ def test_generated_pairs_are_chosen_by_the_newest_query_and_the_prompt_stays(fam
         keys[call.layer.index] = torch.cat([keys[call.layer.index], new], dim=2) if call.layer.index in keys else new
 
     def replay(step: int, cache: DynamicCache) -> None:
-        nonlocal since
+        nonlocal num_steps
         num_steps += 1
         cut = False
         for layer in full_layers(model):
@@ -96,7 +96,7 @@ def test_generated_pairs_are_chosen_by_the_newest_query_and_the_prompt_stays(fam
     assert all(len(head) >= RECENT for layer in full_layers(model) for row in expected[layer] for head in row)
 
 
-def test_decoding_reads_exactly_what_is_held() -> None:
+def test_decoding_reads_exactly_the_stored_pairs() -> None:
     model, (ids, mask) = tiny_model("llama"), padded_batch(LENGTHS)
     cache, stock = DynamicCache(config=model.config), DynamicCache(config=model.config)
     model(ids, attention_mask=mask, past_key_values=stock, position_ids=position_ids(mask))
@@ -134,7 +134,7 @@ def test_heads_hold_their_prompt_and_the_budget(strategy: str, prefix: str) -> N
                 assert head_pairs[-RECENT:] == list(range(54 - RECENT, 54))
 
 
-def test_a_later_turn_stays_with_what_it_finds() -> None:
+def test_a_later_turn_keeps_all_earlier_pairs() -> None:
     model = tiny_model("llama")
     cache = DynamicCache(config=model.config)
     with kvpress.get_press(spec("slide"))(model):

@@ -108,7 +108,7 @@ def test_accumulated_mass_counts_every_query_once() -> None:
 
 
 def test_h2o_accumulates_through_evictions_as_a_replay_does() -> None:
-    """Replays H2O token by token with explicit masks: the kept sets of every head must be the same."""
+    """Replay H2O token by token with explicit masks; every head must keep the same set."""
     model, ids = tiny_model("llama", "eager"), tokens(1, 30)
     steps, kept = 6, 12
     with kvpress.H2OPress(budget=kept, recent_ratio=0.5)(model) as session:

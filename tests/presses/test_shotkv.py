@@ -124,7 +124,7 @@ def test_the_best_that_fit() -> None:
     assert best_that_fit(scores, sizes, 3).tolist() == [False, True, False, False]
 
 
-def test_what_cannot_be_found_is_refused() -> None:
+def test_bad_shots_are_refused() -> None:
     with pytest.raises(ValueError, match="give either separator="):
         ShotKVPress(0.5, separator="Q:", shots="0:4")
     with pytest.raises(ValueError, match="shots must be ranges first:end"):

@@ -81,7 +81,7 @@ def test_prompts_that_fit_into_the_window_stay_whole() -> None:
 
 
 @pytest.mark.parametrize("before", ["knorm:0.3", "adakv(knorm:0.3)"])
-def test_what_is_left_of_an_earlier_press_is_cut(before: str) -> None:
+def test_pairs_left_by_an_earlier_press_are_cut(before: str) -> None:
     """A head-wise press leaves heads of different lengths; they are lazy together."""
     model, ids = tiny_model("llama"), tokens(2, LENGTH)
     uncut = positions(prefill(model, kvpress.get_press(before), ids))

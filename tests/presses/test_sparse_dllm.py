@@ -28,7 +28,7 @@ def plain(queries: Tensor, keys: Tensor, kernel: int) -> Tensor:
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("kernel", [1, 5])
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
-def test_what_stays_around_a_block_is_what_plain_code_chooses(family: str, kernel: int, cache: Any) -> None:
+def test_pairs_kept_around_a_block_are_the_choice_of_plain_code(family: str, kernel: int, cache: Any) -> None:
     """The first layer's queries and keys are made by hand, from the tokens of the last pass over all of them."""
     model, (ids, mask) = tiny_model(family), padded_batch([26, 19])
     press = kvpress.SparseDLLMPress(0.6, block_length=8, kernel_size=kernel)

@@ -44,7 +44,7 @@ def test_two_queries_have_no_entropy() -> None:
     assert set(truncated_entropy(vectors, 2).tolist()) == {0.0}
 
 
-def test_entropy_knows_directions_and_not_sizes() -> None:
+def test_entropy_depends_on_directions_and_not_on_sizes() -> None:
     generator = torch.Generator().manual_seed(1)
     vectors = torch.randn(400, 16, generator=generator).double()
     vectors = vectors - vectors.mean(dim=0)
@@ -64,7 +64,7 @@ def test_stages_begin_where_entropy_falls() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_heads_keep_what_their_entropies_say(family: str) -> None:
+def test_heads_keep_the_budgets_of_their_entropies(family: str) -> None:
     model, ids = tiny_model(family, "eager"), tokens(2, LENGTH)
     press = UNCompPress(0.5, window_size=WINDOW, kernel_size=1, rank=6, drop=0.0, last_stage=0.4, spread=0.5)
     kept = positions(prefill(model, press, ids))

@@ -42,9 +42,9 @@ def codec(
     return PredictingCodec(levels.contiguous(), weight, offset, bits, residual=0)
 
 
-def encode(codec_used: PredictingCodec, segment: DenseSegment, turned: bool = False) -> PredictedSegment:
+def encode(coder: PredictingCodec, segment: DenseSegment, turned: bool = False) -> PredictedSegment:
     rotation = Rotation(lambda at: embedding()(at), "full", "Attention") if turned else None
-    encoded = codec_used.encode(segment, Sealing(HEADS, seen=256, rotation=rotation))
+    encoded = coder.encode(segment, Sealing(HEADS, seen=256, rotation=rotation))
     assert isinstance(encoded, PredictedSegment)
     encoded.describe(segment, without=())
     return encoded
@@ -57,14 +57,14 @@ def pairs(values: Tensor | None = None, lengths: tuple[int, ...] = (ROWS,) * HEA
 
 
 def test_pairs_are_the_nearest_levels_and_the_coded_rest_of_the_prediction() -> None:
-    used, segment = codec(), pairs()
-    keys, values = (side.view(HEADS, ROWS, DIM) for side in encode(used, segment).read(slice(None)))
+    coder, segment = codec(), pairs()
+    keys, values = (side.view(HEADS, ROWS, DIM) for side in encode(coder, segment).read(slice(None)))
     exact_keys, exact_values = segment.keys.view_as(keys), segment.values.view_as(values)
     expected = (((exact_keys.clamp(-2, 2) + 2) * 7 / 4).round() * 4 / 7) - 2
     torch.testing.assert_close(keys, expected, atol=2e-3, rtol=1e-3)
     book = gaussian(2, torch.device("cpu")).flatten()
     for h in range(HEADS):
-        prediction = keys[h] @ used.weight[h].float() + used.offset[h].float()
+        prediction = keys[h] @ coder.weight[h].float() + coder.offset[h].float()
         turned = (exact_values[h] - prediction) @ hadamard(DIM, torch.device("cpu"))
         norm = turned.norm(dim=1, keepdim=True)
         nearest = book[(turned[..., None] / norm[..., None] * DIM**0.5 - book).abs().argmin(-1)]
@@ -72,7 +72,7 @@ def test_pairs_are_the_nearest_levels_and_the_coded_rest_of_the_prediction() -> 
         torch.testing.assert_close(values[h], prediction + residual, atol=0.03, rtol=0.01)  # scales of 16 bits
 
 
-def test_what_is_predicted_exactly_costs_nothing_and_zero_is_no_prediction() -> None:
+def test_exact_predictions_leave_no_error_and_zero_is_no_prediction() -> None:
     how = codec(bits=(2, 2))
     decoded = encode(how, pairs()).read(slice(None))[0].view(HEADS, ROWS, DIM)
     values = decoded @ how.weight.float() + how.offset.float()[:, None]
@@ -202,7 +202,7 @@ def test_heads_and_rows_may_keep_different_pairs(family: str, predictors: dict[s
     assert (read - exact).square().sum() < 0.17 * exact.square().sum()  # two bits and a prediction
 
 
-def test_what_cannot_be_predicted_is_refused(predictors: dict[str, Path], tmp_path: Path) -> None:
+def test_missing_and_foreign_predictors_are_refused(predictors: dict[str, Path], tmp_path: Path) -> None:
     ids = tokens(1, 60)
     cases: list[tuple[str, str]] = [
         ("aquakv", "aquakv.safetensors was made for .*differs from this model in layers 4 .here 3."),

@@ -121,7 +121,7 @@ def test_an_embedding_commutes_with_turns_inside_its_pairs_only() -> None:
     assert differences[1] > 0.1
 
 
-def test_what_is_read_is_what_digits_stand_for() -> None:
+def test_decoded_keys_are_the_sums_of_their_digits() -> None:
     energy, rows = spread(), 40
     keys = keys_of(energy, rows)
     segment = coded(energy, 3, keys)

@@ -319,6 +319,6 @@ def test_the_error_is_that_of_the_attention_output(family: str, monkeypatch: pyt
         ("budgeted(knorm:0.5):bytes=4GB", "bytes=4GB sets how many pairs stay: leave out the ratio"),
     ],
 )
-def test_what_the_size_decides_is_said_once(spec: str, words: str) -> None:
+def test_settings_that_the_size_decides_are_refused(spec: str, words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         kvpress.get_press(spec)

@@ -165,12 +165,10 @@ def test_a_copied_cache_is_encoded_as_the_original_would_be(books: dict[str, Pat
     press = kvpress.get_press(f"cq:coupled=2,bits=4,residual_length=4,calibration={books['llama']}")
     cache = prefill(model, press, tokens(1, 60))
     twin = copy.deepcopy(cache)
-    for copied_or_original in (cache, twin):
+    for either in (cache, twin):
         with press(model):
             for seed in range(70):
-                model(tokens(1, 1, seed=seed), past_key_values=copied_or_original)
-    segments = [
-        [len(layer.store.segments) for layer in copied_or_original.layers] for copied_or_original in (cache, twin)
-    ]
+                model(tokens(1, 1, seed=seed), past_key_values=either)
+    segments = [[len(layer.store.segments) for layer in either.layers] for either in (cache, twin)]
     assert segments[0] == segments[1]
     assert kvpress.memory_report(twin).total_bytes == kvpress.memory_report(cache).total_bytes

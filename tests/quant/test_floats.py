@@ -61,7 +61,7 @@ def expected(format: Format, row: Tensor, factor: float) -> list[float]:
 
 
 @every_format
-def test_what_is_read_is_the_format(format: Format) -> None:
+def test_decoded_numbers_are_those_of_the_format(format: Format) -> None:
     pairs = segment()
     coded = encode(format, pairs)
     streams = pairs.layout.stream_of_row.tolist()

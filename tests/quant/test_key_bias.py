@@ -168,8 +168,8 @@ def test_attention_reads_keys_with_their_offset(spec: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("spec", ["rotated:bits=3", "mxfp4", "kivi:bits=3"])
-def test_a_row_gets_what_it_would_get_alone(spec: str) -> None:
-    """Covers a row without a bias beside one with a bias."""
+def test_a_row_is_decoded_as_alone(spec: str) -> None:
+    """Cover a row without a bias beside one with a bias."""
     embedding, codec = EMBEDDINGS["fast"], without_residual(spec)
     both_biased, keys, _ = encoded(codec, embedding, BIAS)
     none_biased, plain, _ = encoded(codec, embedding, 0.0)
@@ -198,7 +198,7 @@ def biased(family: str) -> nn.Module:
     "spec", ["rotated:bits=8,residual_length=0", "saw_int4:bits=8", "knorm:0.3 + rotated:bits=8,residual_length=0"]
 )
 def test_models_generate_as_without_a_codec(family: str, spec: str) -> None:
-    """Covers padding, generated tokens that are encoded, and both layouts of the rotary embedding."""
+    """Cover padding, generated tokens that are encoded, and both layouts of the rotary embedding."""
     model = biased(family)
     mask = torch.ones(2, 80, dtype=torch.long)
     mask[0, :9] = 0

@@ -42,7 +42,7 @@ def test_balancing_never_makes_a_tile_less_even() -> None:
     assert all(torch.isfinite(factor).all() for factor in balance(torch.zeros(2, 8, 8), 4))
 
 
-def test_what_is_read_is_the_formula() -> None:
+def test_decoded_pairs_equal_the_formula() -> None:
     torch.manual_seed(0)
     keys, values = torch.randn(2, 64, 32) * torch.exp2(torch.randn(64, 1))
     segment = DenseSegment(keys, values, Layout([32, 32]))

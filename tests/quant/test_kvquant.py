@@ -42,9 +42,9 @@ def codec(bits: int = 3, outliers: float = 0.0, **changes: Tensor) -> LevelCodec
     )
 
 
-def encode(used: LevelCodec, segment: DenseSegment, turned: bool = False) -> CodedSegment:
+def encode(coder: LevelCodec, segment: DenseSegment, turned: bool = False) -> CodedSegment:
     rotation = Rotation(lambda at: embedding()(at), "full", "Attention") if turned else None
-    encoded = used.encode(segment, Sealing(HEADS, seen=256, rotation=rotation))
+    encoded = coder.encode(segment, Sealing(HEADS, seen=256, rotation=rotation))
     assert isinstance(encoded, CodedSegment)
     encoded.describe(segment, without=())
     return encoded

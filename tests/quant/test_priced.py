@@ -105,7 +105,7 @@ def test_layers_pay_one_price_and_stay_within_the_bytes() -> None:
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_what_a_width_loses_is_what_the_codec_loses(bits: int, reference: Any) -> None:
+def test_the_planned_loss_of_a_width_is_the_loss_of_the_codec(bits: int, reference: Any) -> None:
     """Keys and values of the reference model, less the mean of their head: within a third of a Gaussian vector's loss.
 
     Codes and steps are fitted to each vector, so some vectors lose less.
@@ -152,7 +152,7 @@ def test_rows_of_a_padded_batch_are_those_alone(family: str, monkeypatch: pytest
                 )
 
 
-def test_a_later_turn_pays_for_what_is_held_and_drops_by_the_same_price() -> None:
+def test_a_later_turn_pays_for_stored_pairs_and_drops_by_the_same_price() -> None:
     """Encoded pairs keep their bits; the budget is the bytes of one row, less the pairs not encoded yet."""
     model, ids, size = tiny_model("llama"), tokens(1, 900), 80_000
     with kvpress.FrontierPress(bytes=size, per_pair=True)(model) as session:
@@ -181,7 +181,7 @@ def test_protected_spans_stay_and_are_paid_for(reference: Any) -> None:
         ("frontier:smaller=10,per_pair=2", "per_pair"),
     ],
 )
-def test_what_has_no_price_is_refused(spec: str, words: str) -> None:
+def test_unsuitable_presses_are_refused(spec: str, words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         kvpress.get_press(spec)
 

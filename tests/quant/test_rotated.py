@@ -39,7 +39,7 @@ def test_the_matrix_is_orthonormal_and_its_own_inverse(dim: int) -> None:
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("dim", [64, 80])
-def test_what_is_read_is_the_formula(bits: int, dim: int) -> None:
+def test_decoded_pairs_equal_the_formula(bits: int, dim: int) -> None:
     dense = pairs([37, 20], dim)
     segment = CentredCodec((bits, bits), 0).encode(dense, Sealing(2))
     assert isinstance(segment, RotatedSegment)

@@ -55,7 +55,7 @@ def test_a_token_is_coded_alone_by_the_formula(dim: int, spec: str, block: int, 
         torch.testing.assert_close(decoded, expected, atol=1e-3, rtol=1e-3)
 
 
-def test_blocks_keep_what_they_hold_apart() -> None:
+def test_blocks_do_not_mix_their_channels() -> None:
     plain, loud = encoded("saw_int4:block_size=16,group_size=16", pairs()), pairs(loud=5)
     changed = encoded("saw_int4:block_size=16,group_size=16", loud)
     assert torch.equal(plain.read(slice(None))[0][:, 16:], changed.read(slice(None))[0][:, 16:])

@@ -294,7 +294,7 @@ def test_bytes_per_pair_are_those_of_the_formula(bits: tuple[int, int], dim: int
     "spec",
     ["turboquant", "turboquant:bits=(3,2)", "snapkv:0.5 + turboquant:bits=3,sinks=4,qjl=true"],
 )
-def test_the_plan_is_what_a_prefill_measures(spec: str) -> None:
+def test_the_plan_equals_the_bytes_after_a_prefill(spec: str) -> None:
     model, press = kvpress.load_model("reference")[0], kvpress.get_press(spec)
     ids = torch.randint(3, model.config.vocab_size, (2, 1024), generator=torch.Generator().manual_seed(0))
     cache = DynamicCache(config=model.config)

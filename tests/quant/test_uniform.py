@@ -85,7 +85,9 @@ def test_an_outlier_channel_leaves_the_others_alone() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(BITS), st.sampled_from(GROUPS[:2]), st.integers(0, 2**20), st.integers(0, 2**20))
-def test_rows_keep_their_scale_whatever_is_removed(bits: int, group: tuple[int, int], seed: int, choice: int) -> None:
+def test_rows_keep_their_scale_when_others_are_removed(
+    bits: int, group: tuple[int, int], seed: int, choice: int
+) -> None:
     generator = torch.Generator().manual_seed(choice)
     packed = UniformRows.encode(values(96, 32, seed=seed), bits, group)
     decoded = packed.read(slice(None))

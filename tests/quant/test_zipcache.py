@@ -20,7 +20,7 @@ from tests.models import full_layers, padded_batch, position_ids, tiny_model, to
 
 
 class Watching(kvpress.ZipCachePress):
-    """Records saliency and encodes nothing."""
+    """Press that records saliency and encodes nothing."""
 
     def codec_at(self, layer: int) -> None:
         return None

@@ -30,7 +30,7 @@ Small = Callable[..., RunConfig]
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([__name__])
 PATIENCE = 600
-"""Seconds after which a process hangs, and is not slow."""
+"""Seconds after which a process counts as hanging."""
 
 
 def work(config: RunConfig) -> None:

@@ -96,7 +96,7 @@ def test_a_machine_that_is_lost_loses_no_sample(
     assert set().union(*workers(config)) <= {record["run"] for record in records if "prefills" in record}
 
 
-def test_ctrl_c_leaves_what_is_finished(small: Small, quiet: Console, two_machines: Any) -> None:
+def test_ctrl_c_leaves_finished_cells(small: Small, quiet: Console, two_machines: Any) -> None:
     config = small(presses=("none",), lengths=(1024,), samples=40, engine="ray", ray_address=two_machines.address)
     handler = signal.getsignal(signal.SIGINT)
     killer = when(lambda: count(config) >= 2, lambda: os.kill(os.getpid(), signal.SIGINT))
@@ -113,7 +113,7 @@ def test_ctrl_c_leaves_what_is_finished(small: Small, quiet: Console, two_machin
     assert kept < {line for rows in lines(config).values() for line in rows}
 
 
-def test_a_search_on_a_cluster_picks_what_one_process_picks(
+def test_a_search_on_a_cluster_picks_the_press_of_one_process(
     small: Small, quiet: Console, two_machines: Any, tmp_path: Path
 ) -> None:
     local = small(tasks=("niah_single",), lengths=(256,), samples=4)

@@ -31,7 +31,7 @@ def fails(error: type[Exception]) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize("error", [ValueError, RecursionError, MemoryError])
-def test_whatever_a_press_raises_costs_its_cell_only(
+def test_any_error_of_a_press_costs_its_cell_only(
     small: Small, quiet: Console, sabotage: Any, error: type[Exception]
 ) -> None:
     config = small(presses=("none", "sabotaged:0.5", "knorm:0.5"), samples=2)

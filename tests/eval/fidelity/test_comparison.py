@@ -58,7 +58,7 @@ def test_the_full_cache_is_the_model_on_the_whole_text(engine: Engine, compariso
     torch.testing.assert_close(full_logits, plain_logits[:, CONTEXT:], rtol=1e-3, atol=1e-3)
 
 
-def test_a_text_outside_the_vocabulary_is_told(tmp_path: Path) -> None:
+def test_a_text_outside_the_vocabulary_is_reported(tmp_path: Path) -> None:
     strange, familiar = tmp_path / "strange.txt", tmp_path / "own.txt"
     strange.write_text("Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich. " * 20)
     familiar.write_text(" The code for tiger is 4837. The old river runs." * 60)
@@ -89,7 +89,7 @@ def test_fewer_bits_diverge_more(comparison: Comparison) -> None:
     assert divergences[0].agrees.float().mean() > divergences[-1].agrees.float().mean()
 
 
-def test_the_compressed_context_is_what_is_read(engine: Engine, comparison: Comparison) -> None:
+def test_the_compressed_context_is_read(engine: Engine, comparison: Comparison) -> None:
     """Evicting all but the newest pairs gives the model's own distributions with the other pairs masked."""
     kept = 32
     figures = comparison.fidelity(f"streaming_llm:budget={kept},n_sink=0")
@@ -129,7 +129,7 @@ def test_perplexity_of_the_full_cache_is_that_of_one_plain_pass(engine: Engine, 
 
 
 @pytest.mark.parametrize("chunk", [8, 20, 100])
-def test_chunks_read_what_the_turns_before_them_left(engine: Engine, comparison: Comparison, chunk: int) -> None:
+def test_chunks_read_the_pairs_that_earlier_turns_left(engine: Engine, comparison: Comparison, chunk: int) -> None:
     """With a press that keeps the newest pairs after every turn, a chunk reads those and its own past."""
     kept = 16
     figures = Comparison(engine, comparison.ids, CONTEXT, 2, chunk=chunk).fidelity(

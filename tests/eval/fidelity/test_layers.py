@@ -32,16 +32,16 @@ GROWING = {"llama": [0, 1, 2], "phi3": [0, 1, 2], "gemma3_text": [1, 2], "gpt_os
 
 def figures(model: Any, press: str, ids: Tensor, **settings: int) -> LayerFigures:
     comparison = Comparison(Engine(model, None, ""), ids, CONTEXT, batch_size=2, layers=True, **settings)  # type: ignore[arg-type]
-    layers_figures = comparison.fidelity(press).layers
-    assert layers_figures is not None
-    return layers_figures
+    measured = comparison.fidelity(press).layers
+    assert measured is not None
+    return measured
 
 
 @pytest.mark.parametrize(
     "press", ["snapkv:0.6,window_size=8", "adakv(knorm:0.5)", "knorm:0.5 + kivi:bits=4,group_size=16"]
 )
 @pytest.mark.parametrize("family", GROWING)
-def test_recall_is_the_models_own_attention_to_what_is_kept(family: str, press: str) -> None:
+def test_recall_is_the_models_own_attention_to_the_kept_pairs(family: str, press: str) -> None:
     model, ids = tiny_model(family, "eager"), tokens(2, END)
     measured = figures(model, press, ids)
     assert measured.layers == GROWING[family]
@@ -74,7 +74,7 @@ SELECTING = [
 
 
 @pytest.mark.parametrize("press", ["adakv(knorm:0.5)", *SELECTING])
-def test_attention_to_what_is_marked_gives_the_output_of_the_layer(press: str) -> None:
+def test_attention_to_the_marked_pairs_gives_the_output_of_the_layer(press: str) -> None:
     """Full attention with all other pairs masked gives the same output, so exactly the marked pairs were read."""
     model, _ = kvpress.load_model("reference", dtype=torch.float32)
     ids = torch.randint(0, model.config.vocab_size, (2, 256 + TOKENS), generator=torch.Generator().manual_seed(1))
@@ -183,7 +183,7 @@ def test_layers_in_chunks() -> None:
         "kivi:bits=8,group_size=16,residual_length=16 + tidal_decode:budget=16,skip_layers=0",
     ],
 )
-def test_every_token_of_a_chunk_reads_what_it_would_alone(press: str) -> None:
+def test_every_token_of_a_chunk_reads_the_same_pairs_as_alone(press: str) -> None:
     model, ids = tiny_model("llama"), tokens(2, END)
     alone, together = (figures(model, press, ids, chunk=chunk) for chunk in (1, TOKENS))
     assert alone.attention_recall.mean() < 0.9

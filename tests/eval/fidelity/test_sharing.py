@@ -61,7 +61,7 @@ def passes(model: Any) -> Iterator[list[tuple[int, ...]]]:
     ("family", "chunk", "layers"),
     [("llama", 5, True), ("gemma3_text", 1, False)],
 )
-def test_together_is_what_each_press_is_alone(family: str, chunk: int, layers: bool) -> None:
+def test_figures_of_several_presses_equal_those_of_each_alone(family: str, chunk: int, layers: bool) -> None:
     model, presses = tiny_model(family), PRESSES[family]
     together = comparison(model, chunk=chunk, layers=layers).fidelities(presses)
     for press, figures in zip(presses, together, strict=True):
@@ -72,7 +72,7 @@ def test_together_is_what_each_press_is_alone(family: str, chunk: int, layers: b
 
 
 @pytest.mark.parametrize("press", [*SHARING[1:7], NOT_SHARING])
-def test_it_is_what_one_session_over_the_whole_text_reads(press: str) -> None:
+def test_a_reading_equals_one_session_over_the_whole_text(press: str) -> None:
     model = tiny_model("llama")
     compared = comparison(model, texts=2)
     cache, logits = DynamicCache(config=model.config), []

@@ -164,7 +164,7 @@ def test_single_prompts_equal_a_batch_of_them(
     assert likelihoods(alone) == pytest.approx(likelihoods(together), abs=1e-3, rel=1e-4)
 
 
-def test_what_is_generated_is_what_scores_as_greedy(folder: Path, pressed: tuple[KVPressLM, dict[str, Any]]) -> None:
+def test_generated_answers_score_as_greedy(folder: Path, pressed: tuple[KVPressLM, dict[str, Any]]) -> None:
     """Generation and scoring read the same cache, from the first token of an answer on."""
     lm, result = pressed
     prompts = [json.loads(line)["prompt"] for line in (folder / "rows.jsonl").open()]
@@ -218,7 +218,7 @@ def test_a_prompt_of_one_token_beside_longer_ones() -> None:
     assert ours == theirs
 
 
-def test_what_never_reads_the_cache_warns_and_scores_like_hflm() -> None:
+def test_tasks_that_never_read_the_cache_warn_and_score_like_hflm() -> None:
     lm, plain = pressed_lm(PRESS), HFLM(kvpress.reference_path(), **SETTINGS)
     text = " The code for tiger is 4837. A king waits here."
     rolling, empty = requests("loglikelihood_rolling", (text,)), requests("loglikelihood", ("", text))
@@ -277,7 +277,7 @@ def test_lm_evals_own_command_line(folder: Path, tmp_path: Path, monkeypatch: py
 
 
 def test_the_entry_point_names_the_class() -> None:
-    """Releases of lm-eval after 0.4.13 find the model by it."""
+    """Releases of lm-eval after 0.4.13 find the model by this entry point."""
     project = (Path(__file__).parents[3] / "pyproject.toml").read_text()
     match = re.search(r'entry-points."lm_eval.models"\]\nkvpress = "(.+)"', project)
     assert match
@@ -314,7 +314,7 @@ def test_the_command_compares_presses(folder: Path, tmp_path: Path) -> None:
         (["--tasks", "lost"], 3, "cannot load task 'lost'"),
     ],
 )
-def test_mistakes_are_told_before_the_model_loads(
+def test_mistakes_are_reported_before_the_model_loads(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, message: str
 ) -> None:
     def refuse(*arguments: Any) -> Any:

@@ -209,7 +209,7 @@ def test_pages_fit_any_screen(
             assert (page.locator("th button").count() > 0) == script
 
 
-def test_what_a_model_says_cannot_run(browser: playwright.Browser, report: Path, tmp_path: Path) -> None:
+def test_scripts_in_answers_cannot_run(browser: playwright.Browser, report: Path, tmp_path: Path) -> None:
     """The browser refuses scripts even if the template let one through."""
     path = tmp_path / "attacked.html"
     attack = "<script>document.title = 'taken'</script><img src=x onerror=\"document.title = 'taken'\">"

@@ -116,7 +116,7 @@ def test_scores_of_a_record_are_a_table(tmp_path: Path, lm_eval: dict[str, Any])
     }
 
 
-def test_only_what_was_asked_alike_shares_a_table(tmp_path: Path, fidelity: dict[str, Any]) -> None:
+def test_only_records_of_equal_conditions_share_a_table(tmp_path: Path, fidelity: dict[str, Any]) -> None:
     """Records with other texts, another length, another model or version are not compared."""
     others = {"texts": "0", "context": 65, "tokens": 5, "chunk": 2, "weights": "0", "kvpress": "0", "dtype": "float16"}
     records = {key: changed(fidelity, **{key: value}) for key, value in others.items()}
@@ -210,7 +210,7 @@ def test_a_report_of_records_alone(tmp_path: Path, fidelity: dict[str, Any], lm_
     assert {"fidelity", "lm-eval", "measured"} == set(tags.names)
 
 
-def test_what_lm_eval_measured_is_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_of_lm_eval_are_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tasks = pytest.importorskip("lm_eval.tasks", reason="the extra lm-eval is not installed")
     # Leaves out the thousands of tasks of lm-eval, which take long to read.
     monkeypatch.setattr(tasks.TaskManager.__init__, "__defaults__", (None, None, False, None))
@@ -312,7 +312,7 @@ def test_a_record_that_cannot_be_opened_is_an_error(tmp_path: Path) -> None:
         read_records([tmp_path])
 
 
-def test_what_a_record_says_is_escaped(tmp_path: Path, fidelity: dict[str, Any], lm_eval: dict[str, Any]) -> None:
+def test_texts_of_a_record_are_escaped(tmp_path: Path, fidelity: dict[str, Any], lm_eval: dict[str, Any]) -> None:
     attack = "<script>alert('x')</script>[/] & | \u202e"
     fidelity["rows"][0]["press"] = fidelity["text"] = attack
     lm_eval["presses"][0]["press"], lm_eval["config"]["tasks"] = attack, [attack]
@@ -328,7 +328,7 @@ def test_what_a_record_says_is_escaped(tmp_path: Path, fidelity: dict[str, Any],
 
 @pytest.fixture
 def opened(tmp_path: Path, fidelity: dict[str, Any], lm_eval: dict[str, Any]) -> Iterator[Any]:
-    """Opens the page of two records in a browser of some width and colours."""
+    """Return a function that opens the page of two records in a browser of some width and colours."""
     if CHROMIUM is None:
         pytest.skip("no Chromium is installed")
     report = read_report(find_sources([write(tmp_path, one=fidelity, two=lm_eval)]))

@@ -86,7 +86,7 @@ def test_shades_count_the_heads() -> None:
     assert [head["tokens"] for head in view["layers"][0]] == ["f8", "40"]
 
 
-def test_a_page_says_what_each_press_does(tmp_path: Path) -> None:
+def test_a_page_describes_each_press(tmp_path: Path) -> None:
     config = RunConfig(
         presses=("none", "random:0.5", "decoding(knorm:0.5)", "kivi:bits=4,residual_length=0", "quest:budget=16"),
         lengths=(16,),

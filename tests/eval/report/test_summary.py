@@ -117,7 +117,7 @@ def test_records_of_any_kind_become_files(tmp_path: Path) -> None:
     assert next(csv.DictReader(io.StringIO(to_csv(mixed).decode())))["b"].startswith('["x"')
 
 
-def test_the_frontier_is_what_nothing_beats() -> None:
+def test_the_frontier_has_the_presses_that_no_other_beats() -> None:
     points = [Point(name, cost, accuracy, 0, 0) for name, cost, accuracy in (
         ("full", 100, 90), ("beaten", 60, 50), ("half", 50, 80), ("worse half", 50, 70), ("tiny", 10, 20),
     )]  # fmt: skip

@@ -68,7 +68,7 @@ def test_only_samples_that_all_presses_answered_count(finished: tuple[RunConfig,
     assert "2 others were left out" in page(replace(results, cells=cells))
 
 
-def test_a_task_asked_in_two_ways_has_two_names(finished: tuple[RunConfig, RunResult]) -> None:
+def test_a_task_under_two_conditions_has_two_names(finished: tuple[RunConfig, RunResult]) -> None:
     results = read_run(finished[0].out)
     again = [changed(cell, filler="repeat") for cell in results.cells if cell.task == "vt"]
     (board,) = make_boards(replace(results, cells=[*results.cells, *again]))

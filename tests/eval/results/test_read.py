@@ -15,7 +15,7 @@ from kvpress_eval.run.runner import RunResult
 from tests.eval.reports import folder_of, page
 
 
-def test_what_is_read_back_is_what_was_measured(finished: tuple[RunConfig, RunResult]) -> None:
+def test_results_are_read_back_as_measured(finished: tuple[RunConfig, RunResult]) -> None:
     config, result = finished
     (board,) = make_boards(read_run(config.out))
     assert {s.press: s for s in board.summaries} == {s.press: s for s in summarise(result.cells)}
@@ -23,7 +23,7 @@ def test_what_is_read_back_is_what_was_measured(finished: tuple[RunConfig, RunRe
     assert board.comparable_times
 
 
-def test_damaged_and_unfinished_cells_are_told_and_not_averaged(copied: Path) -> None:
+def test_damaged_and_unfinished_cells_are_reported_and_not_averaged(copied: Path) -> None:
     damaged, unfinished = (folder_of(copied, "random:0.5", task) for task in ("niah_single", "vt"))
     lines = (damaged / "rows.jsonl").read_bytes()
     (damaged / "rows.jsonl").write_bytes(lines.replace(b'"score"', b'"scare"', 1))

@@ -42,7 +42,7 @@ def test_all_right_or_all_wrong_is_the_exact_binomial_bound(n: int) -> None:
     assert wrong.high == pytest.approx(1 - bound.low)
 
 
-def test_one_sample_says_nothing() -> None:
+def test_one_sample_gives_the_widest_interval() -> None:
     estimate = mean_interval([[0.5]])
     assert (estimate.mean, estimate.low, estimate.high) == (0.5, 0.0, 1.0)
 
@@ -57,7 +57,7 @@ def test_every_group_counts_alike() -> None:
     assert mean_interval([[1.0, 0.0], [1.0] * 98 + [0.0] * 2]).mean == pytest.approx(0.74)
 
 
-def test_pairing_removes_what_is_common() -> None:
+def test_pairing_removes_common_variation() -> None:
     base = np.random.default_rng(0).integers(2, size=100).astype(float)
     worse = base.copy()
     worse[np.flatnonzero(base)[:5]] = 0

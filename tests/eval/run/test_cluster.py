@@ -29,7 +29,7 @@ GIB = 2.0**30
 
 
 class Machines:
-    """Stands in for `ray.nodes`, with cores, GPUs and GiB of each machine."""
+    """Stand-in for `ray.nodes` with cores, GPUs and GiB of each machine."""
 
     def __init__(self, *machines: tuple[float, float, float]) -> None:
         self._machines = machines
@@ -44,7 +44,7 @@ def need(config: RunConfig, *, gpu: bool = False) -> cluster.Need:
     return need_of(config, expand_tasks(config), read_settings(config), gpu=gpu)
 
 
-def test_a_worker_asks_for_its_process_the_weights_and_the_caches_of_a_batch(small: Small) -> None:
+def test_a_worker_requests_its_process_the_weights_and_the_caches_of_a_batch(small: Small) -> None:
     short = small(presses=("none", "random:0.5"), threads=3)
     long = short.model_copy(update={"lengths": (1024,), "batch_size": 4})
     # A token of the reference model takes 2048 bytes; answers and activations take as much as the caches.
@@ -56,7 +56,7 @@ def test_a_worker_asks_for_its_process_the_weights_and_the_caches_of_a_batch(sma
     assert need(short).weights == pytest.approx(weights, rel=0.01)
 
 
-def test_on_a_gpu_it_asks_the_machine_for_no_memory_of_caches(small: Small) -> None:
+def test_a_gpu_worker_requests_no_memory_of_the_machine_for_caches(small: Small) -> None:
     required = need(small(lengths=(1024,), batch_size=64), gpu=True)
     assert (required.cpus, required.gpus) == (1, 1)
     assert required.least == required.most == 2**30 + required.weights
@@ -72,7 +72,7 @@ def test_workers_go_where_there_is_room(small: Small) -> None:
     assert places(Machines((8, 3, 8), (8, 0, 8)), need(small(threads=2), gpu=True), parts=99).workers == 3
 
 
-def test_without_room_it_says_what_is_needed(small: Small) -> None:
+def test_without_room_the_error_names_the_needed_resources(small: Small) -> None:
     with pytest.raises(ClusterError, match=r"needs 4 cores and 1\.0 GiB of memory, .*\(2 cores, 0 GPUs, 8\.0 GiB\)"):
         places(Machines((2, 0, 8)), need(small(threads=4)), parts=9)
     with pytest.raises(ClusterError, match=r"1 GPU and .*it has none"):
@@ -98,7 +98,7 @@ def server(answer: bytes) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
-def test_what_is_no_cluster_is_told_at_once(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_no_cluster_is_reported_at_once(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "_SECONDS", 0.2)
     with server(answer) as address, pytest.raises(ClusterError, match=f"{address}.*ray start --head"):
         check_answers(address)
@@ -117,7 +117,7 @@ def test_an_address_that_does_not_answer_ends_with_a_sentence(small: Small) -> N
 
 
 @pytest.mark.parametrize("address", ["ray://head:10001", "head", "head:port", ":6379"])
-def test_what_is_no_address_is_refused(address: str) -> None:
+def test_malformed_addresses_are_refused(address: str) -> None:
     with pytest.raises(ConfigError, match=r"ray_address must be HOST:PORT .* got '"):
         check_answers(address)
 

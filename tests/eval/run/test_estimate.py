@@ -53,7 +53,7 @@ def test_time_without_results_is_work_over_speed(small: Small) -> None:
     assert estimated.seconds == pytest.approx(10 * (2 * read + sum(answers)))
 
 
-def test_memory_is_what_the_run_then_holds(small: Small, quiet: Console) -> None:
+def test_estimated_memory_equals_the_bytes_of_the_run(small: Small, quiet: Console) -> None:
     config = small(
         presses=("none", "knorm:0.5", "kivi:bits=4,group_size=16,residual_length=16"), lengths=(256,), samples=1
     )
@@ -84,7 +84,7 @@ def test_a_press_that_does_not_suit_the_prompt_is_refused(small: Small) -> None:
         estimate(small(presses=("protect(knorm:0.5):tokens=0:900",)))
 
 
-def test_what_is_shown(small: Small, quiet: Console) -> None:
+def test_the_printed_estimate(small: Small, quiet: Console) -> None:
     estimated: Any = estimate(small(presses=("none", "knorm:0.5")))
     console = Console(file=io.StringIO(), width=120)
     estimated.show(console)

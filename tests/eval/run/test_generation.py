@@ -72,7 +72,7 @@ def test_presses_share_a_reading(engine: Engine) -> None:
         assert (together.text, together.end_bytes) == (alone.text, alone.end_bytes)
 
 
-def test_end_bytes_count_what_the_answer_added(engine: Engine) -> None:
+def test_end_bytes_count_the_tokens_of_the_answer(engine: Engine) -> None:
     (sample,) = generate("vt", engine.tokenizer, 64, 1, language=LANGUAGES["reference"])
     prompt = make_prompt(engine.tokenizer, sample, question_aware=False)
     (context,) = read_contexts(engine, [kvpress.get_press("none")], [prompt.first])

@@ -27,7 +27,7 @@ def test_a_tokenizer_that_spells_everything_gets_english(byte_tokenizer: PreTrai
     assert in_words_of(ELSEWHERE, byte_tokenizer).wording == "english"
 
 
-def test_what_was_said_stays(reference_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_configured_words_stay(reference_tokenizer: PreTrainedTokenizerBase) -> None:
     config = RunConfig(model="some/folder", language="english")
     assert in_words_of(config, reference_tokenizer) is config
     undecided = RunConfig(model="some/folder", lengths=(64,), samples=3)
@@ -36,7 +36,7 @@ def test_what_was_said_stays(reference_tokenizer: PreTrainedTokenizerBase) -> No
     assert resolved == undecided.model_copy(update={"language": "reference"})
 
 
-def test_a_folder_with_the_reference_vocabulary_is_asked_in_its_words(tmp_path: Path) -> None:
+def test_a_folder_with_the_reference_vocabulary_uses_its_words(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(kvpress.reference_path(), tmp_path / "model"))
     fields = {"model": str(folder), "tasks": ("vt",), "lengths": (64,), "samples": 1, "out": tmp_path / "run"}
     config, sources, _ = prepare(RunConfig(**fields))

@@ -74,7 +74,7 @@ def test_a_press_that_refuses_the_contexts_counts_as_a_full_cache(monkeypatch: p
     ]
 
 
-def test_what_is_free_is_what_the_system_says() -> None:
+def test_free_memory_is_that_of_the_system() -> None:
     free = memory.available_bytes(torch.device("cpu"))
     assert 0 < free <= psutil.virtual_memory().total
 

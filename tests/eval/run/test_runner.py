@@ -29,7 +29,7 @@ def rows_on_disk(out: Path) -> int:
     return sum(path.read_bytes().count(b"\n") for path in out.glob("cells/*/rows.jsonl"))
 
 
-def test_a_run_measures_what_it_says(finished: tuple[RunConfig, RunResult]) -> None:
+def test_a_run_measures_the_configured_cells(finished: tuple[RunConfig, RunResult]) -> None:
     _, result = finished
     assert result.exit_code == 0
     assert [cell.press for cell in result.cells] == ["none", "none", "random:0.5", "random:0.5"]

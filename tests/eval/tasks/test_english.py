@@ -235,7 +235,7 @@ def test_long_lists_keep_the_frequencies_of_ruler(
     assert dots / total == pytest.approx(6 / 3.14159**2, abs=0.05)
 
 
-def test_filler_is_what_the_run_says(
+def test_filler_is_the_configured_text(
     make: Callable[..., list[Sample]], reference_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     (sample,) = make("niah_single", reference_tokenizer, 500, 1, filler=REPEAT)

@@ -60,7 +60,7 @@ def test_the_first_name_that_is_there_is_read(tmp_path: Path) -> None:
     assert list(read(FILE, tmp_path).rows()) == [(f"{tmp_path}/first.jsonl:{n}", {"a": n}) for n in (1, 2)]
 
 
-def test_nothing_there_says_what_to_place_where(tmp_path: Path) -> None:
+def test_the_error_of_an_empty_folder_names_the_file_and_its_place(tmp_path: Path) -> None:
     with pytest.raises(DataError) as error:
         read(FILE, tmp_path)
     assert str(error.value) == (

@@ -32,7 +32,7 @@ def kept_of_answers(press: str) -> float:
     return sum(shares) / len(shares)
 
 
-def test_what_average_queries_look_at_is_not_the_answer() -> None:
+def test_average_queries_do_not_look_at_the_answer() -> None:
     kept = {press: kept_of_answers(press) for press in PRESSES}
     assert 0.4 < kept["random"] < 0.6
     assert max(kept["qfilter"], kept["triattention"]) < kept["random"] - 0.05

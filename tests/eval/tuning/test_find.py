@@ -54,7 +54,7 @@ def finished_search(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tuned, st
         return *run_tune(out), out
 
 
-def test_the_pick_holds_what_was_asked_for(finished_search: tuple[Tuned, str, Path]) -> None:
+def test_the_pick_meets_the_size(finished_search: tuple[Tuned, str, Path]) -> None:
     tuned, _, _ = finished_search
     assert tuned.pick.factor >= 5.9
     assert tuned.frontier[0].press == "none"
@@ -65,7 +65,7 @@ def test_the_pick_holds_what_was_asked_for(finished_search: tuple[Tuned, str, Pa
     assert report.uncompressed_bytes / report.total_bytes >= 5.9
 
 
-def test_the_file_is_the_press_with_what_it_was_tuned_on(finished_search: tuple[Tuned, str, Path]) -> None:
+def test_the_file_is_the_press_with_the_conditions_of_its_tuning(finished_search: tuple[Tuned, str, Path]) -> None:
     tuned, _, out = finished_search
     assert kvpress.get_press(str(out / PRESS)) == kvpress.get_press(tuned.press)
     assert RunConfig(presses=(f"@{out / PRESS}",)).presses == (kvpress.to_spec(kvpress.get_press(tuned.press)),)
@@ -77,7 +77,7 @@ def test_the_file_is_the_press_with_what_it_was_tuned_on(finished_search: tuple[
     assert record["held_out"]["mean"][0] == pytest.approx(tuned.pick.accuracy.mean, abs=1e-4)
 
 
-def test_what_is_said(finished_search: tuple[Tuned, str, Path]) -> None:
+def test_the_printed_lines(finished_search: tuple[Tuned, str, Path]) -> None:
     tuned, printed, _ = finished_search
     assert "cache of 128 tokens with no press" in printed
     assert re.search(
@@ -94,7 +94,7 @@ def test_what_is_said(finished_search: tuple[Tuned, str, Path]) -> None:
     assert tuned.pick.worst[0] in tuned.sentence
 
 
-def test_a_search_without_time_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_without_time_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(find, "load_engine", lambda config, settings=None: bundled_model())
     with pytest.raises(ConfigError, match="1e-09 minutes of search were too few to compare any press"):
         run_tune(tmp_path / "best", replace(WISHES, minutes=1e-9))
@@ -108,7 +108,7 @@ def test_no_sample_is_searched_on_and_held_out(finished_search: tuple[Tuned, str
     assert not any(f'"{name}"' in text for name in searched for text in rows)
 
 
-def test_a_second_start_asks_nothing_again(
+def test_a_second_start_examines_nothing_again(
     finished_search: tuple[Tuned, str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tuned, _, out = finished_search
@@ -173,7 +173,7 @@ def test_memory_is_of_weights_and_cache(tmp_path: Path) -> None:
     assert tuned.kept is (tuned.pick.worst is not None and tuned.pick.worst[1].mean >= 0)
 
 
-def test_the_full_cache_may_be_the_smallest_within_what_may_be_lost(
+def test_the_full_cache_may_be_the_smallest_within_the_allowed_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(find, "load_engine", lambda config, settings=None: bundled_model())

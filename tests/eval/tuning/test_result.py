@@ -41,7 +41,7 @@ PICK = measured("knorm:0.9", 10, -0.125)
         ([measured("a", 8, -0.2)], 1.0, "no other press that was measured loses less: allow it more memory."),
     ],
 )
-def test_a_pick_that_loses_too_much_is_told_with_what_loses_less(
+def test_a_pick_that_loses_too_much_is_reported_with_one_that_loses_less(
     others: list[Measured], max_drop: float | None, end: str
 ) -> None:
     text = sentence(PICK.press, [FULL, *others, PICK], "accuracy", max_drop)

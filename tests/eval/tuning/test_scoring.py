@@ -107,7 +107,7 @@ def test_scores_are_known_after_a_kill(
     assert scores(Examiner(bundled_model(), path), searched[:1]) == expected
 
 
-def test_a_press_that_fails_is_out_and_says_why(searched: Sequence[Part], tmp_path: Path) -> None:
+def test_a_press_that_fails_is_out_with_its_reason(searched: Sequence[Part], tmp_path: Path) -> None:
     bad = "per_layer_compression(knorm):compression_ratios=(0.5,0.5)"  # the model has four layers
     examiner = Examiner(bundled_model(), tmp_path / "scores.jsonl")
     context = searched[0].contexts[0]
@@ -130,7 +130,7 @@ def test_a_press_that_fails_is_out_and_says_why(searched: Sequence[Part], tmp_pa
         (("12", "37", "."), 0.0),
     ],
 )
-def test_what_the_likeliest_tokens_decide(texts: tuple[str, ...], expected: float | None, tmp_path: Path) -> None:
+def test_the_likeliest_tokens_decide_the_score(texts: tuple[str, ...], expected: float | None, tmp_path: Path) -> None:
     engine = bundled_model()
 
     def token(text: str) -> int:

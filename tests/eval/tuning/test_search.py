@@ -174,7 +174,7 @@ def test_another_seed_searches_elsewhere(space: Space, tmp_path: Path) -> None:
     assert presses[0] != presses[1]
 
 
-def test_what_holds_more_than_planned_is_made_smaller(space: Space) -> None:
+def test_presses_above_their_planned_size_are_made_smaller(space: Space) -> None:
     over_plan = search(space, Judge(CHANCES, excess={"keydiff": 1.3}))
     evicting, unaffected = Template("keydiff", codec="kivi:bits=3"), Template("snapkv", "adakv")
     (plain, same) = search(space, Judge(CHANCES)).fit([evicting, unaffected]).values()
@@ -185,7 +185,7 @@ def test_what_holds_more_than_planned_is_made_smaller(space: Space) -> None:
     assert 0.9 * LIMIT.allowed < 1.3 * LIMIT.planned(kvpress.get_press(smaller)) <= 1.01 * LIMIT.allowed
 
 
-def test_time_ends_a_search_with_what_it_has(space: Space, tmp_path: Path) -> None:
+def test_a_search_ends_when_its_time_is_over(space: Space, tmp_path: Path) -> None:
     finished = search(space, Judge(CHANCES), until=0.0)
     finished.run(tmp_path / "journal")
     assert finished.out_of_time
@@ -227,7 +227,7 @@ def test_tasks_take_turns(space: Space) -> None:
     assert tasks == [["first"] * 2, ["second"] * 2, ["first"], ["second"]]
 
 
-def test_work_counts_what_a_search_asks(space: Space, tmp_path: Path) -> None:
+def test_work_counts_all_examinations_of_a_search(space: Space, tmp_path: Path) -> None:
     judge = Judge(CHANCES)
     finished = search(space, judge)
     finished.progress = progress = Counted(work(20, 2, 16, len(space.recipes())))
@@ -236,7 +236,7 @@ def test_work_counts_what_a_search_asks(space: Space, tmp_path: Path) -> None:
     assert progress.expected == progress.counted  # points that no press was made of are taken off
 
 
-def test_the_pace_is_that_of_what_is_asked(space: Space, tmp_path: Path) -> None:
+def test_known_scores_do_not_count_for_the_pace(space: Space, tmp_path: Path) -> None:
     judge = Judge(CHANCES)
     search(space, judge).run(tmp_path / "first")
     second = search(space, judge)  # every score is known from the first search
@@ -245,7 +245,7 @@ def test_the_pace_is_that_of_what_is_asked(space: Space, tmp_path: Path) -> None
     assert (progress.counted, progress.expected) == (0, 0)
 
 
-def test_the_pick_is_the_best_or_the_smallest_within_what_may_be_lost() -> None:
+def test_the_pick_is_the_best_or_the_smallest_within_the_allowed_loss() -> None:
     best = [Standing("best", 8, {"first": 0.0}, 10.0), Standing("next", 8, {"first": -0.02}, 9.0)]
     smaller = [Standing("half", 8, {"first": -0.05}, 5.0)]
     assert pick(best, smaller, None).press == "best"

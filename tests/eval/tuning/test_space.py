@@ -39,7 +39,7 @@ def test_every_press_is_where_it_belongs(space: Space, entry: Entry) -> None:
             assert offering_axes == {"evict"}
 
 
-def test_what_keeps_to_no_ratio_is_left_out(space: Space) -> None:
+def test_presses_that_keep_to_no_ratio_are_left_out(space: Space) -> None:
     names = {spec.partition(":")[0] for specs in space.axes.values() for spec in specs}
     assert not names & {"per_layer_compression", "simlayerkv", "duo_attention", "quest", "decoding", "cq", "composed"}
 

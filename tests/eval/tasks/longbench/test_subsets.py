@@ -35,11 +35,11 @@ def test_every_subset_has_a_form() -> None:
         ("passage_retrieval_zh", ("段落12",)),
     ],
 )
-def test_the_form_that_the_metric_needs_is_said(subset: str, phrases: tuple[str, ...]) -> None:
+def test_prompts_name_the_form_that_the_metric_needs(subset: str, phrases: tuple[str, ...]) -> None:
     assert all(words in FORMS[subset].template for words in phrases)
 
 
-def test_categories_average_what_ran_in_full() -> None:
+def test_categories_average_complete_subsets() -> None:
     scores: dict[str, float | None] = {"longbench:lcc": 0.2, "longbench:repobench-p": 0.4, "longbench:qasper": 0.5}
     assert averages(scores) == {"longbench en code": pytest.approx(0.3), "longbench zh code": pytest.approx(0.3)}
     all_scores = {f"longbench:{subset}": 0.5 for subset in FORMS} | scores

@@ -28,7 +28,7 @@ from tests.eval.jsonl import write_lines
 from tests.eval.tasks.longbench.rows import cell_ids, expand, only, question
 
 
-def test_a_context_is_split_from_what_is_asked(data: Path, byte_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_context_is_split_from_its_question(data: Path, byte_tokenizer: PreTrainedTokenizerBase) -> None:
     (sample,) = only("longbench:hotpotqa", data, byte_tokenizer)
     assert sample.context.startswith("Find the answer to a question in the passages.")
     assert sample.context.endswith("\nPassages:\n" + question(0)["context"])
@@ -137,7 +137,7 @@ def test_a_misspelt_name_is_refused(name: str, hint: str) -> None:
         load_config(None, {"tasks": (name,)})
 
 
-def test_lengths_are_asked_for(data: Path) -> None:
+def test_lengths_are_required(data: Path) -> None:
     with pytest.raises(ConfigError, match="longbench:trec needs lengths"):
         expand_tasks(RunConfig(tasks=("longbench:trec",), data_dir=data))
 
@@ -211,7 +211,7 @@ def test_a_stopped_run_continues(
     assert run(tiny(), quiet).exit_code == 0
 
 
-def test_a_question_aware_run_shows_what_it_kept(tiny: Callable[..., RunConfig], quiet: Console) -> None:
+def test_a_question_aware_run_shows_its_kept_tokens(tiny: Callable[..., RunConfig], quiet: Console) -> None:
     config = tiny(question_aware=True, samples=1, max_new_tokens=4)
     result = run(config, quiet)
     assert result.exit_code == 0
