@@ -10,6 +10,6 @@ from typer.testing import CliRunner
 
 
 def invoke(*arguments: Any, **options: Any) -> tuple[int, str]:
-    """Run a command of `kvpress`; returns its exit code and all that it printed."""
+    """Run a command of `kvpress`; return its exit code and its output."""
     done = CliRunner().invoke(app, [str(argument) for argument in arguments], **options)
     return done.exit_code, done.output

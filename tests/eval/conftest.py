@@ -24,7 +24,7 @@ from tests.eval.engines import LOADERS, load_once
 
 @pytest.fixture(scope="session", autouse=True)
 def _imported_objects_stay() -> Iterator[None]:
-    """A run collects garbage after a failure: it need not look at everything that was ever imported."""
+    """Keep imported objects out of the garbage collection that a run does after a failure."""
     gc.collect()
     gc.freeze()
     yield
@@ -39,7 +39,7 @@ def _load_the_bundled_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def really_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests of loading itself."""
+    """Load models anew, for tests of loading itself."""
     for module in LOADERS:
         monkeypatch.setattr(f"{module}.load_engine", load_engine)
 
@@ -51,7 +51,7 @@ def reference_tokenizer() -> PreTrainedTokenizerBase:
 
 @pytest.fixture(scope="session")
 def byte_tokenizer() -> PreTrainedTokenizerBase:
-    """One token per byte and no special tokens: unlike the reference tokenizer in every respect."""
+    """Tokenizer with one token per byte and no special tokens, unlike the reference tokenizer."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -66,7 +66,7 @@ def quiet() -> Console:
 
 @pytest.fixture
 def small(tmp_path: Path) -> Callable[..., RunConfig]:
-    """Builds configurations of runs that take a second or two."""
+    """Return a function that builds configurations of runs of a second or two."""
 
     def build(**fields: Any) -> RunConfig:
         defaults: dict[str, Any] = {
@@ -85,7 +85,7 @@ def small(tmp_path: Path) -> Callable[..., RunConfig]:
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, RunResult]:
-    """A complete run that tests only read."""
+    """Run once, for tests that only read the results."""
     config = RunConfig(
         presses=("none", "random:0.5"),
         tasks=("niah_single", "vt"),
@@ -100,7 +100,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, RunRe
 
 @pytest.fixture
 def copied(finished: tuple[RunConfig, RunResult], tmp_path: Path) -> Path:
-    """The folder of a finished run, to be changed."""
+    """Copy the folder of a finished run, for tests that change it."""
     return Path(shutil.copytree(finished[0].out, tmp_path / "copied"))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What two runs of one configuration must have in common."""
+"""Contents that two runs of one configuration must have in common."""
 
 from __future__ import annotations
 

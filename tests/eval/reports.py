@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports of finished runs, and what their pages hold."""
+"""Reports of finished runs, and the contents of their pages."""
 
 from __future__ import annotations
 

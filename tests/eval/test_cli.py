@@ -72,7 +72,7 @@ def test_a_run_writes_its_tables_and_report(tmp_path: Path) -> None:
         (["--tasks", "qa_1", "--language", "english", "--data-dir", "none"], 3, "squad.json"),
     ],
 )
-def test_mistakes_are_told_before_the_model_loads(
+def test_mistakes_are_reported_before_the_model_loads(
     arguments: list[str], code: int, message: str, tmp_path: Path
 ) -> None:
     got, output = invoke("eval", "--press", "none", *arguments, "--out", str(tmp_path))
@@ -112,11 +112,11 @@ def test_a_map_places_the_layers(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("no_model")
 def test_an_output_folder_that_is_a_file(tmp_path: Path) -> None:
-    taken = tmp_path / "taken"
-    taken.touch()
-    code, output = invoke("eval", "--press", "none", "--out", str(taken))
+    existing_file = tmp_path / "taken"
+    existing_file.touch()
+    code, output = invoke("eval", "--press", "none", "--out", str(existing_file))
     assert code == 4
-    assert f"cannot write {taken}" in output
+    assert f"cannot write {existing_file}" in output
 
 
 @pytest.mark.usefixtures("no_model")
@@ -193,7 +193,7 @@ def test_the_help_of_eval_has_every_default_and_task() -> None:
         assert re.search(rf"\b{name}\b", tasks), name
 
 
-def test_no_help_holds_what_markup_eats() -> None:
+def test_help_has_no_text_that_markup_removes() -> None:
     for name, command in COMMANDS.items():
         for text in (command.help, *(getattr(option, "help", None) for option in command.params)):
             assert not re.search(r"(?<!\\)\[[a-z]", text or ""), (name, text)
@@ -222,7 +222,7 @@ def test_the_rest_takes_no_longer_than_there_is_time() -> None:
     assert re.search(r"0:00:(30|2\d) left", console.file.getvalue())
 
 
-def test_the_bar_says_the_time_left_that_the_lines_say() -> None:
+def test_the_bar_and_the_lines_show_the_same_time_left() -> None:
     console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
     with RunProgress(console, 10**6, until=time.monotonic() + 30) as progress:
         time.sleep(0.01)
@@ -234,7 +234,7 @@ def test_the_bar_says_the_time_left_that_the_lines_say() -> None:
     assert set(re.findall(r"\d+:\d\d:\d\d", shown)) <= {"0:00:00", "0:00:30", "0:00:29"}
 
 
-def test_work_of_an_earlier_run_says_nothing_of_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_of_an_earlier_run_does_not_count_for_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("kvpress_eval.run.progress.time.monotonic", lambda: now[0])
     console = Console(file=io.StringIO(), width=80)
@@ -249,8 +249,8 @@ def test_work_of_an_earlier_run_says_nothing_of_the_pace(monkeypatch: pytest.Mon
         progress.advance(1)
         progress.reached("all of it")
     assert isinstance(console.file, io.StringIO)
-    said = re.findall(r"(\S+) left", console.file.getvalue())
-    assert said == ["-:--:--", "0:00:02", "-:--:--", "0:00:00"]
+    times_left = re.findall(r"(\S+) left", console.file.getvalue())
+    assert times_left == ["-:--:--", "0:00:02", "-:--:--", "0:00:00"]
 
 
 def test_help_waits_for_nothing_heavy() -> None:
@@ -280,7 +280,7 @@ def test_without_the_eval_extra_the_other_commands_work() -> None:
     subprocess.run([sys.executable, "-c", script], check=True)  # noqa: S603 - our own text
 
 
-def test_a_command_that_is_told_to_end_says_that_it_can_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_that_sigterm_stops_prints_how_to_continue(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit) as ended, exit_codes(loads_models=False):
         raise Terminated
     assert ended.value.exit_code == 143

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvpress_eval.evaluate`: the harness from Python, with names or with what is loaded already."""
+"""`kvpress_eval.evaluate`: the harness from Python, with names or with loaded models and presses."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_other_weights_are_other_cells(tmp_path: Path) -> None:
         ({"tokenizer": 1, "dtype": "float32", "device": "cpu"}, "device, dtype cannot be chosen"),
     ],
 )
-def test_what_a_loaded_model_does_not_take(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_fields_that_a_loaded_model_does_not_take(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
     model, _ = kvpress.load_model("reference")
     with pytest.raises(ConfigError, match=message):
         evaluate(model, ["none"], ["vt"], out=tmp_path / "run", **fields)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every arrow of the harness points down, and the library knows nothing of it.
+"""Imports within the harness point to lower steps only, and the library does not import the harness.
 
-Imports count wherever they stand: in a function, and for type checkers only. A package whose modules are found by their
-files counts as imported whole where they are looked up.
+Imports count in functions and for type checkers too. A package whose modules are found by their files counts as imported
+whole where they are looked up.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RANKS = (
     {"commands"},
     {"console", "__init__"},
 )
-"""What stands on a step knows only itself and the steps below."""
+"""Modules of a step import only that step and the steps below."""
 USED = {
     "kvpress", "kvpress.cache.attention", "kvpress.cache.report", "kvpress.calibrate.corpus", "kvpress.cli",
     "kvpress.cli.outputs", "kvpress.core.effect", "kvpress.core.press", "kvpress.core.recipe", "kvpress.core.registry",
@@ -50,23 +50,23 @@ TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MOD
 
 
 def imported(tree: ast.AST) -> set[str]:
-    """Return every name that a source imports from somewhere, with where it comes from."""
-    found = set()
+    """Return every name that a source imports, with its module."""
+    names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.module
             assert not node.level, "imports are absolute"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "modules_of":
             package = ast.literal_eval(node.args[0])
-            found |= {name for name in MODULES if name.startswith(f"{package}.")}
-    return found
+            names |= {name for name in MODULES if name.startswith(f"{package}.")}
+    return names
 
 
 def module_of(name: str) -> str | None:
-    """Return the module of the harness that an imported name is, or is in."""
+    """Return the module of the harness that an imported name is, or is defined in."""
     while name not in MODULES and "." in name:
         name = name.rpartition(".")[0]
     return name if name in MODULES else None
@@ -90,10 +90,10 @@ GRAPH: dict[str, set[str]] = {
 
 
 def rank(module: str) -> int:
-    _, _, place = module.partition(".")
-    folder = place.partition(".")[0] or "__init__"
-    (found,) = [number for number, folders in enumerate(RANKS) if folder in folders]
-    return found
+    _, _, path = module.partition(".")
+    folder = path.partition(".")[0] or "__init__"
+    (step,) = [number for number, folders in enumerate(RANKS) if folder in folders]
+    return step
 
 
 def folder_of(module: str) -> str:
@@ -115,8 +115,8 @@ def test_no_module_needs_itself() -> None:
     TopologicalSorter(GRAPH).prepare()  # raises on a cycle
 
 
-def test_packages_are_named_after_what_they_hold_and_hold_no_code() -> None:
-    """Importing one module of a folder does not import the others; `languages` says which there are."""
+def test_packages_are_named_after_their_contents_and_hold_no_code() -> None:
+    """Importing one module of a folder does not import the others; `languages` lists the modules there are."""
     for name, path in MODULES.items():
         if path.name == "__init__.py" and name not in ("kvpress_eval", "kvpress_eval.tasks.languages"):
             assert [type(node) for node in TREES[name].body] == [ast.Expr], name
@@ -156,7 +156,7 @@ def test_the_library_never_imports_the_harness() -> None:
         ("kvpress_eval.report.write", ["torch", "transformers"]),
     ],
 )
-def test_what_is_not_needed_is_not_loaded(module: str, heavy: list[str]) -> None:
+def test_modules_that_are_not_needed_are_not_loaded(module: str, heavy: list[str]) -> None:
     code = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603
     assert done.stdout.strip() == "[]"

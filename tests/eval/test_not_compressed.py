@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A press that compressed nothing is refused before a run, or marked in what the run writes."""
+"""A press that compressed nothing is refused before a run, or marked in the output of the run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_wrapper_that_ratios_miss_is_refused() -> None:
         expand_ratios(["snapkv", "adakv(snapkv)"], [0.5])
 
 
-def test_a_run_marks_what_stayed_whole(tmp_path: Path) -> None:
+def test_a_run_marks_caches_that_stayed_whole(tmp_path: Path) -> None:
     options = ("--tasks", "vt", "--lengths", 64, "--samples", 1, "--max-new-tokens", 2, "--threads", 1)
     presses = [part for press in ("none", WHOLE, "quest:budget=16", "knorm:0.5") for part in ("--press", press)]
     code, output = invoke("eval", *presses, *options, "--out", tmp_path)
@@ -50,7 +50,7 @@ def test_a_run_marks_what_stayed_whole(tmp_path: Path) -> None:
     )
 
 
-def test_fidelity_marks_what_stayed_whole(tmp_path: Path) -> None:
+def test_fidelity_marks_caches_that_stayed_whole(tmp_path: Path) -> None:
     options = ("--context", 64, "--tokens", 4, "--samples", 1, "--threads", 1, "--out", tmp_path / "out.json")
     code, output = invoke("fidelity", "--press", WHOLE, "--press", "quest:budget=16", *options)
     assert code == 0, output

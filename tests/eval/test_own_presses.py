@@ -55,18 +55,18 @@ def test_edited_code_is_measured_again_and_the_newest_counts(folder: Path, monke
         "--import", "mine", "eval", "--press", "none", "--press", "adakv(value_norm:0.9)", "--tasks", "niah_single",
         "--lengths", "128", "--samples", "2", "--threads", "1", "--out", "run",
     ]  # fmt: skip
-    known, printed = dict(registry._entries), []
+    registered, printed = dict(registry._entries), []
     for source in (SOURCE, SOURCE.replace("return values", "return -values")):
         (folder / "mine.py").write_text(source)
         monkeypatch.delitem(sys.modules, "mine", raising=False)
-        monkeypatch.setattr(registry, "_entries", dict(known))
+        monkeypatch.setattr(registry, "_entries", dict(registered))
         linecache.clearcache()
         importlib.invalidate_caches()
-        code, said = invoke(*words)
-        assert code == 0, said
-        printed.append(said)
+        code, output = invoke(*words)
+        assert code == 0, output
+        printed.append(output)
         time.sleep(1.0)  # runs note the second
-    assert all("adakv(value_norm:0.9) on niah_single at 128: 2 samples" in said for said in printed)
+    assert all("adakv(value_norm:0.9) on niah_single at 128: 2 samples" in output for output in printed)
     results = read_run(folder / "run")
     codes = {cell.spec.get("code"): cell for cell in results.cells}
     assert len(results.cells) == len(codes) == 3
@@ -78,11 +78,11 @@ def test_edited_code_is_measured_again_and_the_newest_counts(folder: Path, monke
 
 def test_a_module_that_cannot_be_imported_is_named(folder: Path) -> None:
     (folder / "mine.py").write_text("1 / 0")
-    for module, said in (("mine", "ZeroDivisionError: division by zero"), ("other", "No module named 'other'")):
+    for module, message in (("mine", "ZeroDivisionError: division by zero"), ("other", "No module named 'other'")):
         done = kvpress(folder, "--import", module, "list")
         assert done.returncode == 2
         assert f"error: --import {module}: " in done.stderr
-        assert said in done.stderr
+        assert message in done.stderr
         assert "Traceback" not in done.stderr
 
 
@@ -106,7 +106,7 @@ def test_only_code_of_ones_own_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
     assert spec.own_code(get_press("adakv(snapkv:0.5) + kivi:bits=4")) == ""
-    known = spec.own_code(AdaKVPress(Mine(0.5)) + get_press("kivi:bits=4"))
-    assert known == spec.own_code(Mine(0.9))
+    code = spec.own_code(AdaKVPress(Mine(0.5)) + get_press("kivi:bits=4"))
+    assert code == spec.own_code(Mine(0.9))
     monkeypatch.setattr(spec, "_source_of", lambda module: f"{module}, edited")
-    assert spec.own_code(Mine(0.5)) not in ("", known)
+    assert spec.own_code(Mine(0.5)) not in ("", code)

@@ -20,7 +20,7 @@ AHEAD = 32
 
 @dataclass
 class Head:
-    """One kv head of a prompt that was read whole: `queries [M, D]` to ask, its `keys` and `values [T, D]`."""
+    """One KV head of a prompt that was read at once: `queries [M, D]`, and `keys` and `values [T, D]`."""
 
     queries: Tensor
     keys: Tensor
@@ -37,8 +37,8 @@ class Head:
         return torch.cat([logits, self.sinks[:, None]], dim=1).softmax(dim=-1)[:, :-1]
 
     @property
-    def wanted(self) -> Tensor:
-        """What the queries get from all pairs, `[M, D]`."""
+    def full_outputs(self) -> Tensor:
+        """Outputs of the queries with all pairs, `[M, D]`."""
         return self.shares(self.keys) @ self.values
 
     def masses(self, keys: Tensor) -> Tensor:
@@ -47,9 +47,9 @@ class Head:
         return (self.queries @ keys.double().T * self.scale - total).exp()
 
     def refitted(self, keys: Tensor, values: Tensor, ridge: float, log_weight: Tensor | None = None) -> Tensor:
-        """The values `[t, D]` that are asked for of pairs that have `values` now."""
+        """Least-squares values `[t, D]` of kept pairs, whose values are `values` before the refit."""
         shares = self.shares(keys, log_weight)
-        return values.double() + ridged(shares, self.wanted - shares @ values.double(), ridge)
+        return values.double() + ridged(shares, self.full_outputs - shares @ values.double(), ridge)
 
 
 def ridged(design: Tensor, outputs: Tensor, ridge: float) -> Tensor:
@@ -61,42 +61,42 @@ def ridged(design: Tensor, outputs: Tensor, ridge: float) -> Tensor:
 
 
 def heads(model: Any, ids: Tensor, layer: int) -> list[Head]:
-    """What every stream of a layer of a tiny model asks and holds; queries stand where the next 32 tokens will, in turns."""
+    """Queries and pairs of every stream of a tiny layer; queries take the positions of the next 32 tokens in turn."""
     module = model.get_decoder().layers[layer].self_attn
     length, cache = ids.shape[1], DynamicCache(config=model.config)
     with torch.no_grad():
         model(ids, past_key_values=cache)
-        asked = projected(model, ids, layer)["q"]
+        queries = projected(model, ids, layer)["q"]
     longer = torch.cat([ids, ids[:, :1].expand(-1, AHEAD)], dim=1)
     cos, sin = attention_of(model, longer, layer)["position_embeddings"]
     order = hashed(torch.arange(length)).argsort()
     at = length + torch.arange(length) % AHEAD
     turn = sys.modules[type(module).__module__].apply_rotary_pos_emb
-    turned = turn(asked[:, :, order], asked[:, :, order], cos[:, at], sin[:, at])[0].double()
-    groups, found = HEADS // KV_HEADS, []
+    turned = turn(queries[:, :, order], queries[:, :, order], cos[:, at], sin[:, at])[0].double()
+    groups, all_heads = HEADS // KV_HEADS, []
     for row in range(len(ids)):
         for head in range(KV_HEADS):
-            own = slice(head * groups, (head + 1) * groups)
+            group = slice(head * groups, (head + 1) * groups)
             sinks = getattr(module, "sinks", None)
-            each = None if sinks is None else sinks[own].detach().double().repeat_interleave(length)
+            head_sinks = None if sinks is None else sinks[group].detach().double().repeat_interleave(length)
             keys, values = (side[row, head].double() for side in (cache.layers[layer].keys, cache.layers[layer].values))
-            found.append(Head(turned[row, own].flatten(0, 1), keys, values, module.scaling, each))
-    return found
+            all_heads.append(Head(turned[row, group].flatten(0, 1), keys, values, module.scaling, head_sinks))
+    return all_heads
 
 
 def stored(cache: Any, layer: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Positions, keys, values and logit weights of every stream of a layer, as they are read."""
-    parts, found = cache.layers[layer].store.sealed, []
-    for n in range(parts[0].layout.streams):
-        rows = [part.layout.rows(n) for part in parts]
-        read = [part.read(own) for part, own in zip(parts, rows, strict=True)]
+    """Slots, keys, values and log-weights of every stream of a layer, as they are read."""
+    segments, streams = cache.layers[layer].store.sealed, []
+    for n in range(segments[0].layout.streams):
+        rows = [segment.layout.rows(n) for segment in segments]
+        read = [segment.read(span) for segment, span in zip(segments, rows, strict=True)]
         weights = [
-            torch.zeros(own.stop - own.start) if part.log_weight is None else part.log_weight[own].float()
-            for part, own in zip(parts, rows, strict=True)
+            torch.zeros(span.stop - span.start) if segment.log_weight is None else segment.log_weight[span].float()
+            for segment, span in zip(segments, rows, strict=True)
         ]
-        slots = torch.cat([part.slots()[own].long() for part, own in zip(parts, rows, strict=True)])
-        found.append((slots, torch.cat([k for k, _ in read]), torch.cat([v for _, v in read]), torch.cat(weights)))
-    return found
+        slots = torch.cat([segment.slots()[span].long() for segment, span in zip(segments, rows, strict=True)])
+        streams.append((slots, torch.cat([k for k, _ in read]), torch.cat([v for _, v in read]), torch.cat(weights)))
+    return streams
 
 
 def read(model: Any, spec: str, ids: Tensor, mask: Tensor | None = None, cache: Any = None) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a press scored while a model read, view by view."""
+"""Record the scores that a press computes while a model reads, view by view."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from kvpress.core.recipe import Eviction
 from kvpress.core.scoring import Scored
 from kvpress.observe.view import View
 
-Found = list[tuple[View, Tensor]]
+Views = list[tuple[View, Tensor]]
 
 
 @dataclass
 class Recorded(WrapperPress):
-    """Leaves a press as it is, and keeps what its scorer was asked for: views and their scores."""
+    """Leave a press as it is, and record the views that it scores with their scores."""
 
-    found: Found = field(default_factory=list)
+    views: Views = field(default_factory=list)
 
     def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
-        return replace(step, scorer=_Recorder(step.scorer, self.found))
+        return replace(step, scorer=_Recorder(step.scorer, self.views))
 
 
 @dataclass(frozen=True)
 class _Recorder(ScorerAround):
-    found: Found
+    views: Views
 
     def choose(self, scored: Scored, counts: int | Tensor) -> Tensor:
         inner = Scored(scored.view, self.inner)
-        self.found.append((scored.view, inner.scores))
+        self.views.append((scored.view, inner.scores))
         return self.inner.choose(inner, counts)
 
 
-def scored(model: Any, press: Any, ids: Tensor, mask: Tensor | None = None, **settings: Any) -> dict[int, Found]:
+def scored(model: Any, press: Any, ids: Tensor, mask: Tensor | None = None, **settings: Any) -> dict[int, Views]:
     """Run a prompt through `press`; return `(view, scores [b, h, n])` of every view that was cut, by layer."""
     recorded = Recorded(press)
     with recorded(model):
         model.generate(ids, attention_mask=mask, max_new_tokens=1, do_sample=False, **settings)
-    found: dict[int, Found] = {}
-    for view, scores in recorded.found:
-        found.setdefault(view.call.layer.index, []).append((view, scores))
-    return found
+    views_by_layer: dict[int, Views] = {}
+    for view, scores in recorded.views:
+        views_by_layer.setdefault(view.call.layer.index, []).append((view, scores))
+    return views_by_layer
 
 
 def one_view(model: Any, press: Any, ids: Tensor, layer: int = 0) -> tuple[View, Tensor]:

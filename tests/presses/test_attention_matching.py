@@ -47,15 +47,15 @@ def test_weights_bring_the_mass_of_all_pairs(keys: str, bound: float) -> None:
 
 @pytest.mark.parametrize("keys", ["attention", "pursuit"])
 def test_no_other_values_answer_the_queries_better(keys: str) -> None:
-    """What is left of the outputs has no part that values could bring."""
+    """The residual of the outputs is orthogonal to everything that values could add."""
     model, ids = tiny_model("qwen3"), tokens(1, LENGTH)
     cache = read(model, f"attention_matching:0.8,{ASKED},keys={keys}", ids)
     for head, (slots, kept, values, weights) in zip(heads(model, ids, 2), stored(cache, 2), strict=True):
         shares = head.shares(kept, weights)
-        left = head.wanted - shares @ values.double()
-        before = head.wanted - shares @ head.values[slots]
-        assert float((shares.T @ left).norm()) < 2e-3 * float((shares.T @ before).norm())
-        assert float(left.norm()) < 0.8 * float(before.norm())
+        residual = head.full_outputs - shares @ values.double()
+        unfitted = head.full_outputs - shares @ head.values[slots]
+        assert float((shares.T @ residual).norm()) < 2e-3 * float((shares.T @ unfitted).norm())
+        assert float(residual.norm()) < 0.8 * float(unfitted.norm())
 
 
 def test_pursuit_adds_to_what_it_has_chosen() -> None:
@@ -64,23 +64,23 @@ def test_pursuit_adds_to_what_it_has_chosen() -> None:
         [set(head) for head in positions(read(model, f"attention_matching:budget={n},{ASKED},keys=pursuit", ids))[1][0]]
         for n in (4, 8, 24)
     ]
-    whole = heads(model, ids, 1)
-    for few, more, most, head in zip(*chosen, whole, strict=True):
-        assert few == set(head.masses(head.keys).sum(dim=0).topk(4).indices.tolist())
-        assert few < more < most
-        missed = []
-        for kept in (few, more, most):
+    full_heads = heads(model, ids, 1)
+    for four, eight, twenty_four, head in zip(*chosen, full_heads, strict=True):
+        assert four == set(head.masses(head.keys).sum(dim=0).topk(4).indices.tolist())
+        assert four < eight < twenty_four
+        errors = []
+        for kept in (four, eight, twenty_four):
             masses = head.masses(head.keys[sorted(kept)])
             ones = torch.ones(len(masses), 1).double()
-            missed.append(float((masses @ torch.linalg.lstsq(masses, ones).solution - ones).norm()))
-        assert missed[0] > missed[1] > missed[2]
+            errors.append(float((masses @ torch.linalg.lstsq(masses, ones).solution - ones).norm()))
+        assert errors[0] > errors[1] > errors[2]
 
 
-def test_it_reads_its_prompt_again_unless_told_otherwise() -> None:
+def test_the_prompt_is_read_again_by_default() -> None:
     model, ids = tiny_model("llama"), tokens(1, 40)
-    repeated, asked = (read(model, f"attention_matching:0.5,{q}", ids) for q in ("queries=repeat", ASKED))
+    repeated, prefilled = (read(model, f"attention_matching:0.5,{q}", ids) for q in ("queries=repeat", ASKED))
     assert repeated.get_seq_length() == 40
-    assert positions(repeated) != positions(asked)
+    assert positions(repeated) != positions(prefilled)
     with pytest.raises(ValueError, match="reads the prompt again"):
         kvpress.prefill(model, [kvpress.get_press("attention_matching:0.5")], ids)
     embeds = model.get_input_embeddings()(ids)
@@ -89,17 +89,19 @@ def test_it_reads_its_prompt_again_unless_told_otherwise() -> None:
 
 
 def test_a_codec_leaves_the_keys_that_are_matched() -> None:
-    """With keys of 2 bits, weights and values that were made for whole keys answer worse."""
+    """Weights and values that were fitted to unencoded keys give a larger error on keys of 2 bits."""
     model, ids = tiny_model("llama"), tokens(1, LENGTH)
     spec = f"attention_matching:0.7,{ASKED},ridge=0.01"
     coded = read(model, f"{spec} + rotated:bits=(2,8),residual_length=0", ids)
-    for head, own, other in zip(heads(model, ids, 1), stored(coded, 1), stored(read(model, spec, ids), 1), strict=True):
-        keys = own[1]
-        missed = [
-            float((head.shares(keys, weights) @ values.double() - head.wanted).norm())
-            for _, _, values, weights in (own, other)
+    for head, coded_stream, dense_stream in zip(
+        heads(model, ids, 1), stored(coded, 1), stored(read(model, spec, ids), 1), strict=True
+    ):
+        keys = coded_stream[1]
+        errors = [
+            float((head.shares(keys, weights) @ values.double() - head.full_outputs).norm())
+            for _, _, values, weights in (coded_stream, dense_stream)
         ]
-        assert missed[0] < 0.95 * missed[1]
+        assert errors[0] < 0.95 * errors[1]
 
 
 @pytest.mark.parametrize(

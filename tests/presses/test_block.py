@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block after block against what was kept so far."""
+"""Blocks are scored one after the other, each together with the pairs that were kept before it."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ def test_the_working_set_is_cut_after_every_block(length: int, block: int, kept:
     stock = model(ids, use_cache=True).past_key_values
     for row in range(2):
         for head in range(2):
-            keys, held = stock.layers[0].keys[row, head], list(range(kept))
+            keys, working_set = stock.layers[0].keys[row, head], list(range(kept))
             for start in range(kept, length, block):
-                held += range(start, min(start + block, length))
-                held = [held[i] for i in marked(dissimilarity(keys[held]), kept)]
-            assert kvpress.kept_positions(cache)[0][row][head].tolist() == held
+                working_set += range(start, min(start + block, length))
+                working_set = [working_set[i] for i in marked(dissimilarity(keys[working_set]), kept)]
+            assert kvpress.kept_positions(cache)[0][row][head].tolist() == working_set
 
 
 @pytest.mark.parametrize("inner", ["knorm:0.5", "streaming_llm:0.5,n_sink=3", "observed_attention:0.5"])
 def test_scores_that_compare_nothing_choose_as_without_blocks(inner: str) -> None:
     model, ids = tiny_model("llama"), tokens(2, 40)
-    found = prefill(model, BlockPress(kvpress.get_press(inner), 3), ids)
+    cache = prefill(model, BlockPress(kvpress.get_press(inner), 3), ids)
     expected = prefill(model, kvpress.get_press(inner), ids)
-    assert positions(found) == positions(expected)
+    assert positions(cache) == positions(expected)
 
 
 def test_configuration() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts are compressed while they are read, and what is held meanwhile stays within the budget and one chunk."""
+"""Prompts are compressed while they are read; the cache never exceeds the budget and one chunk."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def stores(cache: Any) -> list[Any]:
 
 def peaks(model: Any, press: Any, ids: torch.Tensor, **kwargs: Any) -> tuple[int, int]:
     """Most bytes reachable from the pairs of all layers, and of one, whenever a layer was read and not yet evicted from."""
-    found: list[list[int]] = []
+    layer_bytes: list[list[int]] = []
 
-    def walk(module: Any, args: Any, given: Any, output: Any) -> None:
-        found.append([held([s.window, s.dense, s.segments]) for s in stores(given[CACHE])])
+    def walk(module: Any, args: Any, inputs: Any, output: Any) -> None:
+        layer_bytes.append([held([s.window, s.dense, s.segments]) for s in stores(inputs[CACHE])])
 
     hooks = [layer.self_attn.register_forward_hook(walk, with_kwargs=True) for layer in model.get_decoder().layers]
     try:
@@ -42,7 +42,7 @@ def peaks(model: Any, press: Any, ids: torch.Tensor, **kwargs: Any) -> tuple[int
     finally:
         for hook in hooks:
             hook.remove()
-    return max(map(sum, found)), max(map(max, found))
+    return max(map(sum, layer_bytes)), max(map(max, layer_bytes))
 
 
 @pytest.mark.parametrize("scorer", SCORERS)
@@ -66,7 +66,7 @@ def test_peaks_are_planned(spec: str) -> None:
     at_once = peaks(model, press, tokens(1, 1600))[0]
     assert planned.peak_bytes == pytest.approx(at_once, rel=0.03)
     in_chunks = peaks(model, press, tokens(1, 1600), prefill_chunk_size=32)[0]
-    if "bounded" in spec:  # what every layer holds besides depends on where the pieces end
+    if "bounded" in spec:  # other held bytes of a layer depend on the ends of the chunks
         assert in_chunks <= planned.chunked_peak_bytes <= 1.3 * in_chunks
     else:
         assert planned.chunked_peak_bytes == pytest.approx(in_chunks, rel=0.03)
@@ -78,9 +78,9 @@ def outcome(model: Any, spec: str, ids: torch.Tensor, mask: Any = None, **kwargs
     return out[:, ids.shape[1] :], kvpress.kept_positions(session.cache)
 
 
-def same(one: Any, other: Any) -> None:
-    assert torch.equal(one[0], other[0])
-    for ours, theirs in zip(one[1], other[1], strict=True):
+def same(actual: Any, expected: Any) -> None:
+    assert torch.equal(actual[0], expected[0])
+    for ours, theirs in zip(actual[1], expected[1], strict=True):
         for rows in zip(ours, theirs, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(*rows, strict=True))
 
@@ -88,7 +88,7 @@ def same(one: Any, other: Any) -> None:
 @pytest.mark.parametrize("scorer", SCORERS)
 def test_a_prompt_that_fits_in_a_chunk_is_compressed_as_without(scorer: str) -> None:
     ids, spec = tokens(2, 60), f"{scorer}:0.5" + (",seed=3" if scorer == "random" else "")
-    same(*(outcome(tiny_model("llama"), one, ids) for one in (f"bounded({spec}):chunk=60", spec)))
+    same(*(outcome(tiny_model("llama"), text, ids) for text in (f"bounded({spec}):chunk=60", spec)))
 
 
 @pytest.mark.parametrize(
@@ -96,9 +96,9 @@ def test_a_prompt_that_fits_in_a_chunk_is_compressed_as_without(scorer: str) -> 
 )
 def test_pieces_of_any_size_give_the_same(spec: str) -> None:
     model, ids = tiny_model("llama"), tokens(2, 100)
-    found = [outcome(model, f"bounded({spec}):chunk=32", ids, prefill_chunk_size=n) for n in (None, 7, 32, 50, 99)]
-    for other in found[1:]:
-        same(found[0], other)
+    outcomes = [outcome(model, f"bounded({spec}):chunk=32", ids, prefill_chunk_size=n) for n in (None, 7, 32, 50, 99)]
+    for outcome_of_size in outcomes[1:]:
+        same(outcomes[0], outcome_of_size)
 
 
 @pytest.mark.parametrize(
@@ -111,15 +111,15 @@ def test_a_padded_row_is_compressed_as_alone(spec: str) -> None:
     for row, length in enumerate(lengths):
         alone = outcome(model, f"bounded({spec}):chunk=32", ids[row : row + 1, 100 - length :])
         assert torch.equal(generated[row : row + 1], alone[0])
-        for layer, own in zip(positions, alone[1], strict=True):
-            assert all(torch.equal(a - (100 - length), b) for a, b in zip(layer[row], own[0], strict=True))
+        for layer, alone_layer in zip(positions, alone[1], strict=True):
+            assert all(torch.equal(a - (100 - length), b) for a, b in zip(layer[row], alone_layer[0], strict=True))
 
 
 def test_rows_of_padding_alone_may_come_first() -> None:
     model, (ids, mask) = tiny_model("llama"), padded_batch([100, 9])
-    found = [outcome(model, "bounded(keydiff:0.7):chunk=32", ids, mask, prefill_chunk_size=n) for n in (None, 7, 50)]
-    for other in found[1:]:
-        same(found[0], other)
+    outcomes = [outcome(model, "bounded(keydiff:0.7):chunk=32", ids, mask, prefill_chunk_size=n) for n in (None, 7, 50)]
+    for outcome_of_size in outcomes[1:]:
+        same(outcomes[0], outcome_of_size)
     with pytest.raises(ValueError, match="row 1 of the batch is padded on the right"):
         outcome(model, "bounded(keydiff:0.7):chunk=32", ids, torch.stack([mask[0], mask[1].flip(0)]))
 
@@ -144,15 +144,15 @@ def test_forward_returns_the_logits_of_all_tokens(family: str) -> None:
 def test_the_budget_is_that_of_the_whole_prompt() -> None:
     ids = tokens(1, 100)
     specs = "bounded(streaming_llm:0.5):chunk=16", "streaming_llm:0.5"
-    chunked, whole = (outcome(tiny_model("llama"), spec, ids) for spec in specs)
-    for ours, theirs in zip(chunked[1], whole[1], strict=True):
+    chunked, at_once = (outcome(tiny_model("llama"), spec, ids) for spec in specs)
+    for ours, theirs in zip(chunked[1], at_once[1], strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours[0], theirs[0], strict=True))
 
 
 @pytest.mark.parametrize(
     "spec", ["kivi:bits=4,group_size=8,residual_length=8", "quest:budget=12,page_size=4,skip_layers=0"]
 )
-def test_what_is_kept_is_sealed_at_the_end(spec: str) -> None:
+def test_kept_pairs_are_sealed_at_the_end(spec: str) -> None:
     model = tiny_model("llama")
     with kvpress.get_press(f"bounded(knorm:0.5):chunk=32 + {spec}")(model) as session:
         model.generate(tokens(2, 300), max_new_tokens=3)
@@ -180,14 +180,14 @@ def test_later_turns_and_readings_without_eviction() -> None:
      ("cake:0.5", "CAKEPress: it shares a budget among all layers"),
      ("decoding(snapkv)", "DecodingPress: it does not evict from prompts"), ("kivi", "such as SnapKVPress, got KIVIPress")],
 )  # fmt: skip
-def test_what_needs_the_whole_prompt_is_refused_with_the_reason(spec: str, message: str) -> None:
+def test_presses_that_need_the_whole_prompt_are_refused_with_the_reason(spec: str, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         kvpress.get_press(f"bounded({spec})")
     with pytest.raises(ValueError, match="chunk must be >= 1, got 0"):
         kvpress.get_press("bounded(knorm:0.5):chunk=0")
 
 
-def test_what_a_split_pass_cannot_return_is_refused() -> None:
+def test_outputs_that_a_split_pass_cannot_return_are_refused() -> None:
     model, ids = tiny_model("llama"), tokens(1, 40)
     with kvpress.get_press("bounded(knorm:0.5):chunk=16")(model):
         with pytest.raises(ValueError, match="labels is not available if a prompt is read in chunks of 16 tokens"):

@@ -19,13 +19,13 @@ def test_the_best_chunks_stay_whole(length: int, chunk: int, kept: int) -> None:
     cache = prefill(model, ChunkKVPress(KnormPress(budget=kept), chunk), ids)
     stock = model(ids, use_cache=True).past_key_values
     for row in range(2):
-        token = [-sum(float(head[t].norm()) for head in stock.layers[0].keys[row]) for t in range(length)]
+        token_scores = [-sum(float(head[t].norm()) for head in stock.layers[0].keys[row]) for t in range(length)]
         spans = [range(start, min(start + chunk, length)) for start in range(0, length, chunk)]
-        spans.sort(key=lambda span: math.fsum(token[t] for t in span) / len(span), reverse=True)
+        spans.sort(key=lambda span: math.fsum(token_scores[t] for t in span) / len(span), reverse=True)
         expected: list[int] = []
         for span in spans:
-            left = kept - len(expected)
-            expected += sorted(span, key=lambda t: token[t], reverse=True)[:left]
+            room = kept - len(expected)
+            expected += sorted(span, key=lambda t: token_scores[t], reverse=True)[:room]
         for head in kvpress.kept_positions(cache)[0][row]:
             assert head.tolist() == sorted(expected)
 
@@ -52,10 +52,12 @@ def test_heads_of_different_lengths_share_their_order_of_chunks() -> None:
     for layer in kvpress.kept_positions(cache):
         assert [len(head) for head in layer[0]] == [8, 8]  # 0.3 of the 28 that were left
     plain = prefill(model, kvpress.get_press("adakv(snapkv:0.3,window_size=4)"), tokens(1, 40))
-    (one, two), before = kvpress.kept_positions(cache)[0][0], kvpress.kept_positions(plain)[0][0]
-    assert len(before[0]) != len(before[1])
-    for now, then in ((one, before[0]), (two, before[1])):
-        cut = [c for c in range(8) if 0 < sum(int(t) // 5 == c for t in now) < sum(int(t) // 5 == c for t in then)]
+    (first_head, second_head), plain_heads = kvpress.kept_positions(cache)[0][0], kvpress.kept_positions(plain)[0][0]
+    assert len(plain_heads[0]) != len(plain_heads[1])
+    for kept, plain_kept in ((first_head, plain_heads[0]), (second_head, plain_heads[1])):
+        cut = [
+            c for c in range(8) if 0 < sum(int(t) // 5 == c for t in kept) < sum(int(t) // 5 == c for t in plain_kept)
+        ]
         assert len(cut) <= 1
 
 

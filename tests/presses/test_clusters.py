@@ -22,46 +22,46 @@ LENGTHS = (60, 41)
 
 
 def run(press: Any, family: str = "llama") -> tuple[Any, list[Any]]:
-    """The cache of a left-padded batch under a press, and the whole one of each row alone."""
+    """Return the cache of a left-padded batch under a press, and the full cache of each row alone."""
     model, (ids, mask) = tiny_model(family), padded_batch(list(LENGTHS))
     with press(model) as session, torch.no_grad():
         model(ids, attention_mask=mask, use_cache=True, position_ids=(mask.cumsum(1) - 1).clamp_min(0))
-    whole = [model(ids[i : i + 1, -n:], use_cache=True).past_key_values for i, n in enumerate(LENGTHS)]
-    return session.cache, whole
+    full_caches = [model(ids[i : i + 1, -n:], use_cache=True).past_key_values for i, n in enumerate(LENGTHS)]
+    return session.cache, full_caches
 
 
-def held(cache: Any, layer: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
+def stored_head(cache: Any, layer: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
     dense = cache.layers[layer].store.dense
     rows = dense.layout.rows(n)
     return dense.keys[rows], dense.values[rows], dense.log_weight[rows].float()
 
 
 def radii(keys: Tensor) -> list[float]:
-    """How far each key is from those taken before it, the farthest always next."""
-    apart = (keys[:, None] - keys).norm(dim=2).tolist()
-    left, taken, found = list(range(1, len(keys))), [0], [math.inf] * len(keys)
-    while left:
-        far = {t: min(apart[t][c] for c in taken) for t in left}
-        best = max(far, key=lambda t: far[t])
-        found[best] = far[best]
-        left.remove(best)
-        taken.append(best)
-    return found
+    """Distance of each key from the keys chosen before it; the farthest key is chosen next."""
+    distances = (keys[:, None] - keys).norm(dim=2).tolist()
+    remaining, chosen, radius = list(range(1, len(keys))), [0], [math.inf] * len(keys)
+    while remaining:
+        gaps = {t: min(distances[t][c] for c in chosen) for t in remaining}
+        best = max(gaps, key=lambda t: gaps[t])
+        radius[best] = gaps[best]
+        remaining.remove(best)
+        chosen.append(best)
+    return radius
 
 
 @pytest.mark.parametrize(("family", "spec"), [("llama", "{}"), ("qwen3", "adakv({})")])
-def test_subgen_keeps_centres_with_what_is_nearest_to_them(family: str, spec: str, monkeypatch: Any) -> None:
+def test_subgen_keeps_centres_with_their_nearest_pairs(family: str, spec: str, monkeypatch: Any) -> None:
     monkeypatch.setattr("kvpress.cache.attention.BLOCK_BYTES", 4 * 16**2 * 3)  # several parts
     block, window, sinks = 16, 4, 2
     press = spec.format("subgen:0.6,block_size=16,window_size=4,n_sink=2")
-    cache, whole = run(kvpress.get_press(press), family)
+    cache, full_caches = run(kvpress.get_press(press), family)
     positions = kvpress.kept_positions(cache)
     for row, length in enumerate(LENGTHS):
-        for layer, stock in enumerate(whole[row].layers):
+        for layer, stock in enumerate(full_caches[row].layers):
             expected_scores = []
             for head in range(2):
                 keys, values = stock.keys[0, head], stock.values[0, head]
-                apart = (keys[:, None] - keys).norm(dim=2).tolist()
+                distances = (keys[:, None] - keys).norm(dim=2).tolist()
                 kept = (positions[layer][row][head] - (LENGTHS[0] - length)).tolist()
                 scores, members = [math.inf] * length, {t: [t] for t in kept}
                 for start in range(sinks, length - window, block):
@@ -69,14 +69,14 @@ def test_subgen_keeps_centres_with_what_is_nearest_to_them(family: str, spec: st
                     scores[start:end] = radii(keys[start:end])
                     centres = [t for t in range(start, end) if t in kept]
                     for t in set(range(start, end)) - set(kept):
-                        members[min(centres, key=apart[t].__getitem__)].append(t)
+                        members[min(centres, key=distances[t].__getitem__)].append(t)
                 expected_scores.append(torch.tensor(scores))
-                found = held(cache, layer, 2 * row + head)
-                torch.testing.assert_close(found[0], keys[kept])
+                actual = stored_head(cache, layer, 2 * row + head)
+                torch.testing.assert_close(actual[0], keys[kept])
                 mean = torch.stack([values[members[t]].mean(dim=0) for t in kept])
-                torch.testing.assert_close(found[1], mean, atol=1e-4, rtol=1e-3)
+                torch.testing.assert_close(actual[1], mean, atol=1e-4, rtol=1e-3)
                 weight = torch.tensor([math.log(len(members[t])) for t in kept])
-                torch.testing.assert_close(found[2], weight, atol=2e-3, rtol=1e-3)
+                torch.testing.assert_close(actual[2], weight, atol=2e-3, rtol=1e-3)
                 if spec == "{}":
                     assert kept == marked(expected_scores[-1], int(length * 0.4))
 
@@ -95,11 +95,14 @@ def merged_around(pivot: int, run_of: list[int], keys: Tensor, values: Tensor) -
     """Return the key and the value of a run, by a Gaussian of the distance from the pivot's key."""
     squares = (keys[run_of] - keys[pivot]).square().sum(dim=1)
     g = torch.exp(-squares / (2 * squares.mean())) if len(run_of) > 1 else torch.ones(1)
-    return [(own[run_of] * g[:, None]).sum(dim=0) / g.sum() for own in (keys, values)]
+    return [(tensor[run_of] * g[:, None]).sum(dim=0) / g.sum() for tensor in (keys, values)]
 
 
-def close(found: Sequence[Tensor], expected: list[Tensor], i: int) -> bool:
-    return all(torch.allclose(one[i], other, atol=1e-4, rtol=1e-3) for one, other in zip(found, expected, strict=True))
+def close(actual: Sequence[Tensor], expected: list[Tensor], i: int) -> bool:
+    return all(
+        torch.allclose(actual_rows[i], expected_rows, atol=1e-4, rtol=1e-3)
+        for actual_rows, expected_rows in zip(actual, expected, strict=True)
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3"])
@@ -107,39 +110,46 @@ def test_kvmerger_merges_runs_of_similar_neighbours(family: str) -> None:
     window, heavy, ratio = 4, 0.4, 0.5
     press = kvpress.KVMergerPress(ratio, window_size=window, heavy=heavy)
     model, (ids, _) = tiny_model(family, "eager"), padded_batch(list(LENGTHS))
-    cache, whole = run(press, family)
-    positions, tall = kvpress.kept_positions(cache), model.config.num_key_value_heads
+    cache, full_caches = run(press, family)
+    positions, num_heads = kvpress.kept_positions(cache), model.config.num_key_value_heads
     for row, length in enumerate(LENGTHS):
         kept_count = int(length * (1 - ratio))
         weights = model(ids[row : row + 1, -length:], output_attentions=True).attentions
-        for layer, stock in enumerate(whole[row].layers):
-            paid = weights[layer][0, :, -window:].unflatten(0, (tall, -1)).mean(dim=(1, 2))
-            for head in range(tall):
+        for layer, stock in enumerate(full_caches[row].layers):
+            paid = weights[layer][0, :, -window:].unflatten(0, (num_heads, -1)).mean(dim=(1, 2))
+            for head in range(num_heads):
                 keys, values = stock.keys[0, head], stock.values[0, head]
-                few = min(int(heavy * kept_count), kept_count - window)
-                apart = {*marked(paid[head, : length - window], few), *range(length - window, length)}
-                rest = [t for t in range(length) if t not in apart]
-                near = {t: float(torch.cosine_similarity(keys[t], keys[s], 0)) for s, t in itertools.pairwise(rest)}
-                begins = {rest[0], *sorted(near, key=lambda t: near[t])[: kept_count - len(apart) - 1]}
-                kept = sorted(apart | begins)
+                num_heavy = min(int(heavy * kept_count), kept_count - window)
+                unmerged = {*marked(paid[head, : length - window], num_heavy), *range(length - window, length)}
+                merged = [t for t in range(length) if t not in unmerged]
+                similarities = {
+                    t: float(torch.cosine_similarity(keys[t], keys[s], 0)) for s, t in itertools.pairwise(merged)
+                }
+                begins = {
+                    merged[0],
+                    *sorted(similarities, key=lambda t: similarities[t])[: kept_count - len(unmerged) - 1],
+                }
+                kept = sorted(unmerged | begins)
                 assert (positions[layer][row][head] - (LENGTHS[0] - length)).tolist() == kept
-                found = held(cache, layer, tall * row + head)
+                actual = stored_head(cache, layer, num_heads * row + head)
                 for i, t in enumerate(kept):
                     run_of = (
-                        [t] if t in apart else [s for s in rest if s >= t and max(b for b in begins if b <= s) == t]
+                        [t]
+                        if t in unmerged
+                        else [s for s in merged if s >= t and max(b for b in begins if b <= s) == t]
                     )
-                    most = max(float(paid[head, s]) for s in run_of)
+                    highest = max(float(paid[head, s]) for s in run_of)
                     # Rounding chooses between pivots that are paid as much.
-                    pivots = [s for s in run_of if float(paid[head, s]) >= most * (1 - 1e-4) - 1e-7]
-                    assert any(close(found[:2], merged_around(pivot, run_of, keys, values), i) for pivot in pivots)
-                    assert float(found[2][i]) == pytest.approx(math.log(len(run_of)), abs=2e-3)
+                    pivots = [s for s in run_of if float(paid[head, s]) >= highest * (1 - 1e-4) - 1e-7]
+                    assert any(close(actual[:2], merged_around(pivot, run_of, keys, values), i) for pivot in pivots)
+                    assert float(actual[2][i]) == pytest.approx(math.log(len(run_of)), abs=2e-3)
 
 
 @pytest.mark.parametrize(
     "spec", ["subgen:0.5,block_size=8,window_size=1,n_sink=0", "kvmerger:0.5,window_size=1,heavy=0.0"]
 )
 def test_pairs_that_repeat_are_pooled_without_loss(spec: str, monkeypatch: Any) -> None:
-    """Every pair twice: half of them, with weights, answer as all of them."""
+    """Each pair occurs twice: half of the pairs, with log-weights, give the attention output of all."""
     press, call = kvpress.get_press(spec), SimpleNamespace(layer=SimpleNamespace(expand=None))
     keys, values = (torch.randn(1, 2, 8, 32).repeat_interleave(2, dim=2) for _ in range(2))
     view = View(call, [0], slice(0, 2), lambda: (keys, values), torch.arange(16).expand(1, 2, -1), 16, {}, target=8)
@@ -147,11 +157,11 @@ def test_pairs_that_repeat_are_pooled_without_loss(spec: str, monkeypatch: Any) 
     mask = torch.arange(16).expand(1, 2, -1) % 2 == 0
     (step,) = press.recipe().evictions
     new = step.rewrite(view, mask)
-    asked = torch.randn(1, 2, 5, 32)
+    queries = torch.randn(1, 2, 5, 32)
 
     def attend(keys: Tensor, values: Tensor, weight: Tensor) -> Tensor:
-        return torch.softmax(asked @ keys.mT / 32**0.5 + weight[:, :, None], dim=-1) @ values
+        return torch.softmax(queries @ keys.mT / 32**0.5 + weight[:, :, None], dim=-1) @ values
 
-    own = keys if new.keys is None else new.keys
-    few = attend(own[:, :, ::2], new.values[:, :, ::2], new.log_weight[:, :, ::2].float())
-    torch.testing.assert_close(few, attend(keys, values, torch.zeros(1, 2, 16)), atol=2e-3, rtol=2e-3)
+    pooled_keys = keys if new.keys is None else new.keys
+    pooled = attend(pooled_keys[:, :, ::2], new.values[:, :, ::2], new.log_weight[:, :, ::2].float())
+    torch.testing.assert_close(pooled, attend(keys, values, torch.zeros(1, 2, 16)), atol=2e-3, rtol=2e-3)

@@ -33,17 +33,15 @@ def z(scores: Tensor) -> Tensor:
         ({"compression_ratio": 0.75, "scale": 1.0}, 0.75),
     ],
 )
-def test_the_two_terms_of_what_lies_between_the_sinks_are_standardised_and_blended(
-    arguments: dict[str, Any], weight: float
-) -> None:
+def test_the_two_terms_between_the_sinks_are_standardised_and_blended(arguments: dict[str, Any], weight: float) -> None:
     model, ids = tiny_model("llama"), tokens(1, 40)
     press = CompactorPress(**arguments, sink_size_start=3, sink_size_end=2, chunk_size=SIZE)
-    view, found = one_view(model, press, ids)
+    view, scores = one_view(model, press, ids)
     between = view.pairs(torch.arange(3, 38).expand(*view.shape[:2], -1))
     received = brute_force(model, ids, press.scale, slice(3, 38))[view.call.layer.index]
     expected = weight * z(leverage(between, 48)) + z(received[None])
-    torch.testing.assert_close(found[..., 3:-2].double(), expected, atol=1e-4, rtol=1e-4)
-    ends = torch.cat([found[..., :3], found[..., -2:]], dim=2)
+    torch.testing.assert_close(scores[..., 3:-2].double(), expected, atol=1e-4, rtol=1e-4)
+    ends = torch.cat([scores[..., :3], scores[..., -2:]], dim=2)
     assert bool(ends.isposinf().all())
 
 
@@ -58,8 +56,8 @@ def test_ends_are_kept_and_short_prompts_left_whole() -> None:
         for head in layer[0]:
             assert len(head) == 20
             assert {*range(8), *range(36, 40)} <= set(head.tolist())
-    whole = prefill(model, CompactorPress(0.5), tokens(1, 12))
-    assert kvpress.memory_report(whole).kept == kvpress.memory_report(whole).seen
+    short_cache = prefill(model, CompactorPress(0.5), tokens(1, 12))
+    assert kvpress.memory_report(short_cache).kept == kvpress.memory_report(short_cache).seen
 
 
 def test_inside_a_decoding_schedule_the_ends_stay() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A budget over a whole conversation: what is held does not grow with the turns, and never exceeds what is said."""
+"""A budget over a whole conversation: the cache does not grow with the turns and stays within the documented bound."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.models import grow, padded_batch, tiny_model, tokens
 SELECTOR = "quest:budget=16,page_size=4,skip_layers=0"
 
 
-@pytest.mark.parametrize("beside", ["", f" + {CODEC}", f" + {SELECTOR}", f" + {CODEC} + {SELECTOR}"])
+@pytest.mark.parametrize("suffix", ["", f" + {CODEC}", f" + {SELECTOR}", f" + {CODEC} + {SELECTOR}"])
 @pytest.mark.parametrize("inner", ["snapkv:window_size=4", "adakv(knorm)"])
-def test_a_cache_never_holds_more_than_the_budget_and_a_turn_or_interval(inner: str, beside: str) -> None:
+def test_a_cache_never_holds_more_than_the_budget_and_a_turn_or_interval(inner: str, suffix: str) -> None:
     model = tiny_model("llama")
-    press = kvpress.get_press(f"conversation({inner}):budget=20,interval=5{beside}")
+    press = kvpress.get_press(f"conversation({inner}):budget=20,interval=5{suffix}")
     ids, mask = padded_batch([12, 7])
     cache = DynamicCache(config=model.config)
     with press(model):
@@ -38,7 +38,7 @@ def test_a_cache_never_holds_more_than_the_budget_and_a_turn_or_interval(inner: 
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "gpt_oss"])
-def test_turns_are_cut_to_the_budget_whoever_read_them(family: str) -> None:
+def test_turns_are_cut_to_the_budget_in_every_family(family: str) -> None:
     model, press = tiny_model(family, "eager"), kvpress.get_press("conversation(knorm):budget=16,interval=100")
     cache = DynamicCache(config=model.config)
     with press(model):
@@ -65,14 +65,16 @@ def test_turns_are_read_in_chunks_by_a_bounded_press_inside() -> None:
 
 def test_the_same_pairs_stay_as_under_a_press_for_prompts_and_one_for_answers() -> None:
     model, ids = tiny_model("llama"), tokens(2, 30)
-    one = kvpress.get_press("conversation(knorm):budget=16,interval=4")
-    two = kvpress.get_press("prefill_decoding(knorm:budget=16; decoding(knorm):compression_interval=4,target_size=16)")
+    conversation = kvpress.get_press("conversation(knorm):budget=16,interval=4")
+    two_phases = kvpress.get_press(
+        "prefill_decoding(knorm:budget=16; decoding(knorm):compression_interval=4,target_size=16)"
+    )
 
-    def held(press: Any) -> Any:
+    def kept(press: Any) -> Any:
         with press(model):
             return positions(generate(model, ids).past_key_values)
 
-    assert held(one) == held(two)
+    assert kept(conversation) == kept(two_phases)
 
 
 def test_bytes_do_not_grow_over_a_hundred_turns() -> None:
@@ -92,6 +94,6 @@ def test_bytes_do_not_grow_over_a_hundred_turns() -> None:
         ("conversation(snapkv) + h2o:0.5", "one eviction while decoding"),
     ],
 )
-def test_what_would_be_ignored_is_refused(spec: str, message: str) -> None:
+def test_conflicting_settings_are_refused(spec: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         kvpress.get_press(spec)

@@ -23,20 +23,20 @@ def norms(model: Any, layer: int, values: Tensor) -> Tensor:
     weight = model.model.layers[layer].self_attn.o_proj.weight.double()
     dim = values.shape[2]
     groups = weight.shape[1] // (len(values) * dim)
-    found = torch.zeros(values.shape[:2], dtype=torch.float64)
+    mean_norms = torch.zeros(values.shape[:2], dtype=torch.float64)
     for head in range(weight.shape[1] // dim):
         padded = torch.zeros(values.shape[1], weight.shape[1], dtype=torch.float64)
         padded[:, head * dim : (head + 1) * dim] = values[head // groups].double()
-        found[head // groups] += (padded @ weight.T).abs().sum(dim=1) / groups
-    return found
+        mean_norms[head // groups] += (padded @ weight.T).abs().sum(dim=1) / groups
+    return mean_norms
 
 
 def chosen(scores: Tensor, weights: Tensor, budget: int, first: float, epsilon: float) -> list[int]:
     """The two stages for one head."""
     sure = marked(scores, int(budget * first))
-    rest = [t for t in range(len(scores)) if t not in sure]
-    weighted = [float((scores[t] + epsilon) * weights[t]) if scores[t] < torch.inf else torch.inf for t in rest]
-    ranked = sorted(zip(weighted, rest, strict=True), reverse=True)
+    others = [t for t in range(len(scores)) if t not in sure]
+    weighted = [float((scores[t] + epsilon) * weights[t]) if scores[t] < torch.inf else torch.inf for t in others]
+    ranked = sorted(zip(weighted, others, strict=True), reverse=True)
     return sorted(sure + [t for _, t in ranked[: budget - len(sure)]])
 
 
@@ -47,10 +47,10 @@ def test_values_are_weighed_by_their_reach(family: str, monkeypatch: pytest.Monk
     model, ids = tiny_model(family, "eager"), tokens(2, 40)
     for views in scored(model, CriticalKVPress(KnormPress(0.5)), ids).values():
         for view, _ in views:
-            found = output_norms(view.values, view.call.layer.module, view.call.store.heads, view.heads)
+            actual = output_norms(view.values, view.call.layer.module, view.call.store.heads, view.heads)
             for row in range(2):
                 expected = norms(model, view.call.layer.module.layer_idx, view.values[row])
-                torch.testing.assert_close(found[row].double(), expected, atol=1e-3, rtol=1e-4)
+                torch.testing.assert_close(actual[row].double(), expected, atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("first", "epsilon"), [(0.5, 1e-4), (0.0, 0.1), (0.9, 0.0), (1.0, 1e-4)])
@@ -95,9 +95,9 @@ def test_head_budgets_are_those_of_adakv() -> None:
     inner = SnapKVPress(0.5, window_size=4)
     ours = prefill(model, CriticalAdaKVPress(inner, alpha_safeguard=0.3), ids, mask)
     ada = prefill(model, AdaKVPress(inner, alpha_safeguard=0.3), ids, mask)
-    found = scored(model, AdaKVPress(inner, alpha_safeguard=0.3), ids, mask)
+    views_by_layer = scored(model, AdaKVPress(inner, alpha_safeguard=0.3), ids, mask)
     differ = False
-    for layer, views in found.items():
+    for layer, views in views_by_layer.items():
         for view, scores in views:
             (row,) = view.rows
             reach = norms(model, layer, view.values[0])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Thresholds: what stays is what lies above them or in the window, in prompts and while tokens are generated."""
+"""Thresholds: pairs above them or in the window are kept, in prompts and while tokens are generated."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def middle(model: Any) -> float:
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "gpt_oss"])
-def test_what_scores_below_the_threshold_goes_once_it_left_the_window(family: str) -> None:
+def test_pairs_below_the_threshold_are_evicted_behind_the_window(family: str) -> None:
     model, (ids, mask) = tiny_model(family, "eager" if family == "gpt_oss" else "sdpa"), padded_batch([LENGTH, 25])
     threshold = middle(model)
     with kvpress.DMSPress(kvpress.KnormPress(), threshold, WINDOW)(model) as session:
         model.generate(ids, attention_mask=mask, max_new_tokens=1)
-    found = kvpress.kept_positions(session.cache)
+    kept = kvpress.kept_positions(session.cache)
     sizes = set()
     for row, length in enumerate((LENGTH, 25)):
         alone = norms(model, ids[row : row + 1, -length:])
@@ -38,7 +38,7 @@ def test_what_scores_below_the_threshold_goes_once_it_left_the_window(family: st
             for head, size in enumerate(alone[layer][0]):
                 stays = (-size >= threshold) | (torch.arange(length) >= length - WINDOW)
                 expected = stays.nonzero().flatten() + LENGTH - length
-                assert torch.equal(found[layer][row][head], expected)
+                assert torch.equal(kept[layer][row][head], expected)
                 sizes.add(len(expected))
     assert len(sizes) > 3
 
@@ -51,8 +51,8 @@ def test_generated_tokens_are_judged_when_they_leave_the_window(interval: int) -
         press = kvpress.DMSPress(kvpress.KnormPress(), threshold, WINDOW, decoding, interval=interval)
         with press(model) as session:
             model.generate(ids, max_new_tokens=20, do_sample=False)
-        since = 19 if not decoding else 19 % interval
-        first = 0 if threshold < 0 else total - since - WINDOW
+        pending = 19 if not decoding else 19 % interval
+        first = 0 if threshold < 0 else total - pending - WINDOW
         for layer in kvpress.kept_positions(session.cache):
             assert all(head.tolist() == list(range(first, total)) for row in layer for head in row)
         assert press.compression_ratio == pytest.approx(first / total)
@@ -63,12 +63,12 @@ def test_without_a_threshold_heads_compete_for_the_ratio() -> None:
     with kvpress.DMSPress(kvpress.KnormPress(0.5), sliding_window_size=WINDOW)(model) as session:
         model.generate(ids, max_new_tokens=1)
     for layer, sizes in zip(kvpress.kept_positions(session.cache), norms(model, ids), strict=True):
-        for row, found in enumerate(layer):
+        for row, heads in enumerate(layer):
             worth = -sizes[row]
             worth[:, -WINDOW:] = torch.inf
             best = torch.zeros(2 * LENGTH, dtype=torch.bool)
             best[worth.flatten().topk(LENGTH).indices] = True
-            assert [head.tolist() for head in found] == [
+            assert [head.tolist() for head in heads] == [
                 mask.nonzero().flatten().tolist() for mask in best.view(2, LENGTH)
             ]
 
@@ -99,11 +99,11 @@ def test_a_threshold_takes_the_place_of_the_inner_ratio() -> None:
         assert positions(prefill(model, press, ids)) == positions(expected)
 
 
-@pytest.mark.parametrize("beside", ["none", "kivi:bits=4,group_size=4,residual_length=4", "quest:budget=8,page_size=4"])
-def test_without_a_window_heads_may_lose_all_pairs(beside: str) -> None:
+@pytest.mark.parametrize("suffix", ["none", "kivi:bits=4,group_size=4,residual_length=4", "quest:budget=8,page_size=4"])
+def test_without_a_window_heads_may_lose_all_pairs(suffix: str) -> None:
     model = tiny_model("llama")
-    press = kvpress.DMSPress(kvpress.KnormPress(), threshold=1e9, sliding_window_size=0) + beside
+    press = kvpress.DMSPress(kvpress.KnormPress(), threshold=1e9, sliding_window_size=0) + suffix
     with press(model) as session:
-        found = model.generate(tokens(2, 20), max_new_tokens=4, do_sample=False)
-    assert found.shape == (2, 24)
+        generated = model.generate(tokens(2, 20), max_new_tokens=4, do_sample=False)
+    assert generated.shape == (2, 24)
     assert {count for layer in session.cache.layers for count in layer.store.stored()} == {3}

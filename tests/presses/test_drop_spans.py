@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lies between tags goes in the pass that closes it, and nothing else does; the rest is read as if it were masked."""
+"""Pairs between tags, and no others, are dropped in the pass that closes the span; reading equals a masked full cache."""
 
 from __future__ import annotations
 
@@ -33,9 +33,11 @@ def drop(press: Any = None) -> Any:
 
 def kept(cache: Any, mask: Tensor | None = None) -> list[list[list[set[int]]]]:
     """Positions of kept pairs by layer, row and head, padding not counted."""
-    held = positions(cache)
-    pads = [0] * len(held[-1]) if mask is None else (1 - mask).sum(dim=1).tolist()
-    return [[[{at - pads[row] for at in head} for head in heads] for row, heads in enumerate(layer)] for layer in held]
+    kept_pairs = positions(cache)
+    pads = [0] * len(kept_pairs[-1]) if mask is None else (1 - mask).sum(dim=1).tolist()
+    return [
+        [[{at - pads[row] for at in head} for head in heads] for row, heads in enumerate(layer)] for layer in kept_pairs
+    ]
 
 
 @pytest.mark.parametrize("spec", ["none", CODEC, SELECTOR, f"{CODEC} + {SELECTOR}"])
@@ -50,25 +52,25 @@ def test_the_pairs_of_every_closed_span_go_and_no_others(spec: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "phi3", "gpt_oss"])
 @pytest.mark.parametrize("inner", [None, "adakv(knorm:0.5)"], ids=["dropped", "compressed"])
 def test_decoding_reads_what_a_full_cache_reads_with_exactly_those_pairs_masked(family: str, inner: str | None) -> None:
-    """A span in the prompt, and one that the tokens after it open and close: full attention until then, masked afterwards."""
+    """One span is in the prompt, later tokens open and close another; its pairs are read until it closes, then masked."""
     model = tiny_model(family, "eager")
     press = drop(None if inner is None else kvpress.get_press(inner))
     ids, mask = batch_of(*ROWS)
     follow = ids_of(2, OPEN, 4, CLOSE, 5).expand(2, -1)
     cache, stock = DynamicCache(config=model.config), DynamicCache(config=model.config)
     model(ids, attention_mask=mask, past_key_values=stock, position_ids=position_ids(mask))
-    masks, found, held = [grow(mask, step + 1) for step in range(follow.shape[1])], [], []
+    masks, logits, kept_per_step = [grow(mask, step + 1) for step in range(follow.shape[1])], [], []
     with press(model):
         model(ids, attention_mask=mask, past_key_values=cache, position_ids=position_ids(mask))
         for new, grown in zip(follow.split(1, dim=1), masks, strict=True):
-            held.append(kvpress.kept_positions(cache))
+            kept_per_step.append(kvpress.kept_positions(cache))
             at = position_ids(grown, 1)
-            found.append(model(new, attention_mask=grown, past_key_values=cache, position_ids=at).logits)
+            logits.append(model(new, attention_mask=grown, past_key_values=cache, position_ids=at).logits)
     for step, (new, grown) in enumerate(zip(follow.split(1, dim=1), masks, strict=True)):
-        oracle = Oracle(model, held[step], ids.shape[1] + step)
+        oracle = Oracle(model, kept_per_step[step], ids.shape[1] + step)
         expected = oracle.logits(new, stock, grown, position_ids(grown, 1))
-        torch.testing.assert_close(found[step], expected, atol=3e-4, rtol=1e-4)
-    sizes = [sum(map(len, layer[0])) for layer in (each[-1] for each in held)]
+        torch.testing.assert_close(logits[step], expected, atol=3e-4, rtol=1e-4)
+    sizes = [sum(map(len, layer[0])) for layer in (layers[-1] for layers in kept_per_step)]
     assert [after > before for before, after in itertools.pairwise(sizes)].count(False) == 1
     assert cache.get_seq_length() == ids.shape[1] + follow.shape[1]
 
@@ -93,9 +95,9 @@ def test_the_best_of_a_span_stay() -> None:
     cache = prefill(model, drop(kvpress.KnormPress(budget=4)), ids)
     for layer, stock in zip(kept(cache), full.layers, strict=True):
         norms = stock.keys.norm(dim=-1)[0, :, 8:20]
-        for head, found in enumerate(layer[0]):
+        for head, kept_pairs in enumerate(layer[0]):
             best = set((norms[head].topk(4, largest=False).indices + 8).tolist())
-            assert found == set(range(ids.shape[1])) - set(range(8, 20)) | best
+            assert kept_pairs == set(range(ids.shape[1])) - set(range(8, 20)) | best
 
 
 @pytest.mark.parametrize(
@@ -136,32 +138,32 @@ def test_protected_pairs_stay_in_dropped_spans() -> None:
 
 
 def test_schedules_beside_it_go_on_as_they_were() -> None:
-    """Spans that close do not put off an eviction that follows every so many tokens, nor change what it keeps."""
+    """Closing spans neither delay a periodic eviction nor change the pairs that it keeps."""
     model = tiny_model("llama")
     press = drop() + kvpress.get_press("decoding(streaming_llm:n_sink=0):compression_interval=12,target_size=10")
-    cache, held = DynamicCache(config=model.config), []
+    cache, counts = DynamicCache(config=model.config), []
     with press(model):
         model(ids_of(20), past_key_values=cache)
         for new in torch.cat([ids_of(1, OPEN, 1, CLOSE)] * 5, dim=1).split(1, dim=1):
             model(new, past_key_values=cache)
-            held.append(len(kept(cache)[0][0][0]))
-    assert [held[at] for at in (11, 23, 35)] == [10, 10, 10]
-    assert max(held[12:]) < 10 + 12
+            counts.append(len(kept(cache)[0][0][0]))
+    assert [counts[at] for at in (11, 23, 35)] == [10, 10, 10]
+    assert max(counts[12:]) < 10 + 12
 
 
 @pytest.mark.parametrize("which", ["prefilling_press", "decoding_press"])
 def test_it_acts_in_both_phases_wherever_it_is_put(which: str) -> None:
-    other = {"decoding_press": kvpress.H2OPress(budget=100)} if which == "prefilling_press" else {}
-    press = kvpress.PrefillDecodingPress(**{which: drop() + kvpress.H2OPress(budget=100), **other})
+    decoding_settings = {"decoding_press": kvpress.H2OPress(budget=100)} if which == "prefilling_press" else {}
+    press = kvpress.PrefillDecodingPress(**{which: drop() + kvpress.H2OPress(budget=100), **decoding_settings})
     cache = prefill(tiny_model("llama"), press, ROWS[0])
     assert all(head == set(range(ROWS[0].shape[1])) - INSIDE[0] for layer in kept(cache) for head in layer[0])
 
 
-def test_a_ratio_behind_it_is_of_what_is_left() -> None:
+def test_a_ratio_behind_it_is_of_the_remaining_pairs() -> None:
     model, ids = tiny_model("llama"), ROWS[0]
     cache = prefill(model, drop() + kvpress.KnormPress(0.5), ids)
-    left = (ids.shape[1] - 9) // 2
-    assert {len(head) for layer in kept(cache) for head in layer[0]} == {left}
+    expected = (ids.shape[1] - 9) // 2
+    assert {len(head) for layer in kept(cache) for head in layer[0]} == {expected}
 
 
 def test_several_presses_share_a_reading() -> None:
@@ -172,7 +174,7 @@ def test_several_presses_share_a_reading() -> None:
         assert positions(cache) == positions(prefill(model, press, ids, mask))
 
 
-def test_beams_copy_what_was_dropped() -> None:
+def test_beams_copy_the_dropped_spans() -> None:
     model = tiny_model("llama")
     with drop()(model):
         cache = generate(model, ROWS[0], num_beams=3, max_new_tokens=6).past_key_values
@@ -181,17 +183,17 @@ def test_beams_copy_what_was_dropped() -> None:
             assert all(head & set(range(26)) == set(range(ROWS[0].shape[1])) - INSIDE[0] for head in heads)
 
 
-@pytest.mark.parametrize(("whole", "spans"), [(True, [(1, 7), (9, 20)]), (False, [(2, 5), (11, 20)])])
+@pytest.mark.parametrize(("with_tags", "spans"), [(True, [(1, 7), (9, 20)]), (False, [(2, 5), (11, 20)])])
 def test_an_open_span_reaches_to_the_newest_token_unless_only_closed_ones_count(
-    whole: bool, spans: list[tuple[int, int]]
+    with_tags: bool, spans: list[tuple[int, int]]
 ) -> None:
     marks = [Mark(1, 2, 0), Mark(3, 4, 0), Mark(5, 7, 1), Mark(7, 8, 1), Mark(9, 11, 0)]
-    rule = Between("a", "b", str, whole)
+    rule = Between("a", "b", str, with_tags)
     assert rule.within(marks, 20) == spans
-    assert Between("a", "b", str, whole, closed=True).within(marks, 20) == spans[:1]
+    assert Between("a", "b", str, with_tags, closed=True).within(marks, 20) == spans[:1]
 
 
-def test_tags_that_cannot_be_told_apart_or_found_are_refused() -> None:
+def test_unusable_tags_are_refused() -> None:
     with pytest.raises(ValueError, match="two different texts, got '<a>' and '<a>'"):
         kvpress.DropSpansPress("<a>", "<a>")
     with pytest.raises(ValueError, match="would never be found"):
@@ -208,14 +210,14 @@ def test_tags_that_cannot_be_told_apart_or_found_are_refused() -> None:
         recorded.__enter__()
 
 
-def test_a_spec_says_the_same() -> None:
+def test_a_spec_is_the_same_press() -> None:
     press = kvpress.get_press("drop_spans(knorm:0.5):<a>,</a>")
     assert press == kvpress.DropSpansPress("<a>", "</a>", kvpress.KnormPress(0.5))
     assert kvpress.get_press(kvpress.to_spec(press)) == press
     assert kvpress.get_press("drop_spans") == kvpress.DropSpansPress("<think>", "</think>")
 
 
-def test_rows_alone_drop_what_they_do_in_a_batch() -> None:
+def test_rows_alone_drop_the_same_pairs_as_in_a_batch() -> None:
     model, (ids, mask) = tiny_model("llama"), batch_of(*ROWS)
     press = drop(kvpress.get_press("adakv(snapkv:0.5,window_size=3)"))
     together = kept(prefill(model, press, ids, mask), mask)

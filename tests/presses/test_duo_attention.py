@@ -39,10 +39,14 @@ def by_table(table: str, interval: int = 4) -> RLKVPress:
 
 
 def streams(cache: Any, row: int = 0) -> set[tuple[int, int]]:
-    """Heads of a row that do not hold everything, among the layers that grow."""
-    growing = [found for found, layer in zip(positions(cache), cache.layers, strict=True) if hasattr(layer, "store")]
-    most = max(len(head) for layer in growing for head in layer[row])
-    return {(i, h) for i, layer in enumerate(growing) for h, head in enumerate(layer[row]) if len(head) < most}
+    """Return (layer, head) of the streaming heads of a row: those with fewer pairs than the longest head."""
+    growing = [
+        layer_pairs
+        for layer_pairs, layer in zip(positions(cache), cache.layers, strict=True)
+        if hasattr(layer, "store")
+    ]
+    longest = max(len(head) for layer in growing for head in layer[row])
+    return {(i, h) for i, layer in enumerate(growing) for h, head in enumerate(layer[row]) if len(head) < longest}
 
 
 @pytest.mark.parametrize("press", [RLKVPress, DuoAttentionPress])
@@ -93,15 +97,15 @@ def test_mask_oracle_after_the_prompt(family: str, padded: bool, table: str) -> 
     model = tiny_model(family, "eager" if family == "gpt_oss" else "sdpa")
     ids, mask = padded_batch([40, 26, 13]) if padded else (tokens(2, 40), None)
     for press in (by_table(table, interval=100), kvpress.get_press(MEASURED.replace("=4", "=100"))):
-        found, expected, cache = decode_both(model, press, ids, mask)
-        torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+        actual, expected, cache = decode_both(model, press, ids, mask)
+        torch.testing.assert_close(actual, expected, atol=2e-4, rtol=1e-4)
         report = kvpress.memory_report(cache)
         assert report.kept < report.seen
 
 
 @pytest.mark.parametrize("source", ["table", "measured"])
 def test_mask_oracle_while_tokens_are_generated(source: str, table: str) -> None:
-    """Every step equals full attention with exactly the pairs masked that are gone by then."""
+    """Every step equals full attention with the evicted pairs masked."""
     model = tiny_model("llama")
     press = by_table(table) if source == "table" else kvpress.get_press(MEASURED)
     cache, stock = DynamicCache(config=model.config), DynamicCache(config=model.config)
@@ -113,9 +117,9 @@ def test_mask_oracle_while_tokens_are_generated(source: str, table: str) -> None
             kept = kvpress.kept_positions(cache)
             steps.append((kept, model(follow[:, step : step + 1], past_key_values=cache).logits))
     model(ids, past_key_values=stock)
-    for step, (kept, found) in enumerate(steps):
+    for step, (kept, logits) in enumerate(steps):
         expected = Oracle(model, kept, 40 + step).logits(follow[:, step : step + 1], stock, None, None)
-        torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+        torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-4)
     assert len({len(kept[1][0][0]) for kept, _ in steps} | {len(kept[0][0][0]) for kept, _ in steps}) > 4
 
 
@@ -124,11 +128,11 @@ def outside(model: Any, ids: Tensor, sink: int, recent: int) -> Tensor:
     length = ids.shape[1]
     sample = [i for i in range(sink + recent, length) if bool(duo_attention.in_sample(torch.tensor(i)))]
     assert len(sample) > 2
-    found = []
+    layer_means = []
     for layer in full_layers(model):
         rows = [weights(model, ids)[layer][:, :, i, sink : i - recent + 1].sum(dim=-1) for i in sample]
-        found.append(torch.stack(rows).mean(dim=0).unflatten(1, (2, -1)).mean(dim=2))
-    return torch.stack(found, dim=1)
+        layer_means.append(torch.stack(rows).mean(dim=0).unflatten(1, (2, -1)).mean(dim=2))
+    return torch.stack(layer_means, dim=1)
 
 
 @pytest.mark.parametrize("chunk", [None, 17])
@@ -155,8 +159,12 @@ def test_a_padded_row_equals_that_row_alone() -> None:
         with press(model):
             alone = generate(model, ids[row : row + 1, -length:], max_new_tokens=12)
         assert torch.equal(together.sequences[row, 60:], alone.sequences[0, length:])
-        for ours, own in zip(positions(together.past_key_values), positions(alone.past_key_values), strict=True):
-            assert [[at - (60 - length) for at in head if at >= 60 - length] for head in ours[row]] == own[0]
+        for batch_layer, alone_layer in zip(
+            positions(together.past_key_values), positions(alone.past_key_values), strict=True
+        ):
+            assert [
+                [at - (60 - length) for at in head if at >= 60 - length] for head in batch_layer[row]
+            ] == alone_layer[0]
 
 
 def test_the_first_prompt_decides_for_later_turns_and_rows_take_their_choice_along() -> None:
@@ -199,13 +207,13 @@ def test_all_and_no_heads(table: str) -> None:
 
 
 def test_sizes_come_from_the_argument_then_the_table_then_the_method(tmp_path: Path) -> None:
-    bare = write(tmp_path / "bare", "1 0\n")
-    known = write(tmp_path / "known", "1 0\n", sink_size=5, recent_size=7)
-    assert DuoAttentionPress(0.5, table=bare).window(read_head_table(bare)) == (128, 256)
-    assert RLKVPress(0.5, table=bare).window(read_head_table(bare)) == (16, 64)
-    assert DuoAttentionPress(0.5, table=known).window(read_head_table(known)) == (5, 7)
-    assert DuoAttentionPress(0.5, table=known, sink_size=0).window(read_head_table(known)) == (0, 7)
-    assert RLKVPress(0.5, table=bare).recipe().kept(280) == 180
+    without_sizes = write(tmp_path / "bare", "1 0\n")
+    with_sizes = write(tmp_path / "known", "1 0\n", sink_size=5, recent_size=7)
+    assert DuoAttentionPress(0.5, table=without_sizes).window(read_head_table(without_sizes)) == (128, 256)
+    assert RLKVPress(0.5, table=without_sizes).window(read_head_table(without_sizes)) == (16, 64)
+    assert DuoAttentionPress(0.5, table=with_sizes).window(read_head_table(with_sizes)) == (5, 7)
+    assert DuoAttentionPress(0.5, table=with_sizes, sink_size=0).window(read_head_table(with_sizes)) == (0, 7)
+    assert RLKVPress(0.5, table=without_sizes).recipe().kept(280) == 180
 
 
 @pytest.mark.parametrize("press", [RLKVPress, DuoAttentionPress])
@@ -215,9 +223,9 @@ def test_a_table_in_the_folder_of_the_model_is_found(press: Any, table: str, tmp
     shutil.copy(Path(table) / "full_attention_heads.tsv", folder / press.beside)
     model = copy.deepcopy(tiny_model("llama"))
     model.config._name_or_path = str(folder)
-    found = press(sink_size=2, recent_size=6)
-    found.head_compression_ratio = 0.5  # as evaluation scripts set it
-    assert streams(prefill(model, found, tokens(2, 40))) == STREAMING
+    configured = press(sink_size=2, recent_size=6)
+    configured.head_compression_ratio = 0.5  # as evaluation scripts set it
+    assert streams(prefill(model, configured, tokens(2, 40))) == STREAMING
 
 
 def test_configuration(table: str) -> None:

@@ -51,9 +51,9 @@ def test_running_statistics_are_those_of_all_queries(
         for layer in full_layers(model):
             observer = session.cache.layers[layer].store.observers[Wanted(QueryStats, SINKS)]
             mean, covariance = moments(projected(model, sequence, layer)["q"][0, :, SINKS:])
-            found = observer.moments([row])
-            torch.testing.assert_close(found[0][0], mean.float(), atol=1e-4, rtol=1e-3)
-            torch.testing.assert_close(found[1][0], covariance.float(), atol=1e-3, rtol=1e-3)
+            recorded = observer.moments([row])
+            torch.testing.assert_close(recorded[0][0], mean.float(), atol=1e-4, rtol=1e-3)
+            torch.testing.assert_close(recorded[1][0], covariance.float(), atol=1e-3, rtol=1e-3)
 
 
 def test_a_large_mean_does_not_drown_the_covariance() -> None:
@@ -86,7 +86,7 @@ def rotations(model: Any, positions: Tensor, dim: int) -> Tensor:
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_futures_start_at_the_true_next_position_after_evictions(padded: bool) -> None:
-    """Replays layer 0, whose queries and keys do not depend on what was evicted, by brute force."""
+    """Replay layer 0 by brute force: its queries and keys do not depend on earlier evictions."""
     model, target, interval, future, start = tiny_model("llama"), 14, 3, 8, 30
     lengths = (start, 21) if padded else (start,)
     ids, mask = padded_batch(list(lengths))
@@ -120,20 +120,20 @@ def test_futures_start_at_the_true_next_position_after_evictions(padded: bool) -
                 scores = (weights + 0.01) * norms[at, head]
                 scores[:2] = torch.inf
                 alive[head] = sorted(at[i] for i in scores.topk(target).indices)
-        found = kvpress.kept_positions(session.cache)[0][row]
-        assert [(head - pads).tolist() for head in found] == alive
+        kept_heads = kvpress.kept_positions(session.cache)[0][row]
+        assert [(head - pads).tolist() for head in kept_heads] == alive
 
 
 @pytest.fixture(scope="module")
 def statistics(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Query statistics of the tiny models on the very prompt of the tests."""
     folder = tmp_path_factory.mktemp("statistics")
-    made = {}
+    files = {}
     for family in ("llama", "qwen3", "phi3", "gemma3_text"):
-        made[family] = folder / family / "expected-attention.safetensors"
-        made[family].parent.mkdir()
-        calibrate(tiny_model(family), tokens(1, 48), QuerySettings(SINKS), made[family])
-    return made
+        files[family] = folder / family / "expected-attention.safetensors"
+        files[family].parent.mkdir()
+        calibrate(tiny_model(family), tokens(1, 48), QuerySettings(SINKS), files[family])
+    return files
 
 
 def kept(model: Any, press: Any, ids: Tensor, mask: Tensor | None = None, chunk: int | None = None) -> Any:
@@ -143,31 +143,29 @@ def kept(model: Any, press: Any, ids: Tensor, mask: Tensor | None = None, chunk:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3_text"])
-def test_statistics_of_the_prompt_from_a_file_give_what_the_prompt_gives(
-    family: str, statistics: dict[str, Path]
-) -> None:
+def test_statistics_of_the_prompt_from_a_file_keep_the_same_pairs(family: str, statistics: dict[str, Path]) -> None:
     model, ids = tiny_model(family), tokens(1, 48)
     press = ExpectedAttentionStatsPress(0.5, n_future_positions=16, stats_folder=str(statistics[family]))
     expected = kept(model, ExpectedAttentionPress(0.5, n_future_positions=16), ids)
     for chunk in (None, 7):
-        found = kept(model, press, ids, chunk=chunk)
+        actual = kept(model, press, ids, chunk=chunk)
         for layer in full_layers(model):
             for head in range(KV_HEADS):
-                assert torch.equal(found[layer][0][head], expected[layer][0][head])
+                assert torch.equal(actual[layer][0][head], expected[layer][0][head])
 
 
 def test_a_cache_cut_by_statistics_from_a_file_is_the_full_one_masked(statistics: dict[str, Path]) -> None:
     press = ExpectedAttentionStatsPress(0.5, stats_folder=str(statistics["gemma3_text"].parent))
     ids, mask = padded_batch([40, 26, 13])
-    found, expected, cache = decode_both(tiny_model("gemma3_text"), press, ids, mask)
-    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+    actual, expected, cache = decode_both(tiny_model("gemma3_text"), press, ids, mask)
+    torch.testing.assert_close(actual, expected, atol=2e-4, rtol=1e-4)
     assert all(not layer.store.observers for layer in cache.layers[1:])
     for row, length in enumerate([40, 26, 13]):
         alone = kept(tiny_model("gemma3_text"), press, ids[row : row + 1, -length:])
         for layer in (1, 2):
-            for head, own in enumerate(alone[layer][0]):
+            for head, alone_head in enumerate(alone[layer][0]):
                 together = kvpress.kept_positions(cache)[layer][row][head]
-                assert torch.equal(together[together < 40] - (40 - length), own)
+                assert torch.equal(together[together < 40] - (40 - length), alone_head)
 
 
 def test_statistics_from_a_file_serve_decoding_and_budgets_per_head(statistics: dict[str, Path]) -> None:
@@ -180,7 +178,7 @@ def test_statistics_from_a_file_serve_decoding_and_budgets_per_head(statistics: 
     assert sum(sizes) == 48
 
 
-def test_the_reference_model_has_its_statistics_and_others_are_told_to_make_theirs(tmp_path: Path) -> None:
+def test_the_reference_model_has_statistics_and_other_models_need_a_file(tmp_path: Path) -> None:
     model, tokenizer = kvpress.load_model("reference")
     press = ExpectedAttentionStatsPress(0.5)
     prompt = tokenizer(" The code for tiger is 4837. The old river runs." * 10, return_tensors="pt")
@@ -192,15 +190,15 @@ def test_the_reference_model_has_its_statistics_and_others_are_told_to_make_thei
         "stats_folder=None means the bundled file.*--method expected_attention": press,
         "kvpress calibrate": ExpectedAttentionStatsPress(0.5, stats_folder=str(tmp_path)),
     }
-    for message, other in refused.items():
-        with pytest.raises((ValueError, FileNotFoundError), match=message), other(tiny_model("llama")):
+    for message, refused_press in refused.items():
+        with pytest.raises((ValueError, FileNotFoundError), match=message), refused_press(tiny_model("llama")):
             pass
 
 
 @pytest.mark.parametrize(
-    ("given", "option"),
+    ("settings", "option"),
     [({"sample_seq_len": 500}, "--tokens"), ({"num_samples": 10}, "--sequences"), ({"dataset_name": "x"}, "--data")],
 )
-def test_sampling_belongs_to_the_command(given: dict[str, Any], option: str) -> None:
+def test_sampling_belongs_to_the_command(settings: dict[str, Any], option: str) -> None:
     with pytest.raises(ValueError, match=f"kvpress calibrate --method expected_attention .* with {option}"):
-        ExpectedAttentionStatsPress(0.5, **given)
+        ExpectedAttentionStatsPress(0.5, **settings)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FINCH: questions found by a delimiter, scores against eager attention, chunks, positions, and what is refused."""
+"""FINCH: questions found by a delimiter, scores against eager attention, chunks, positions, and refused prompts."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def prompts() -> tuple[Tensor, Tensor]:
 def expected(model: Any, ids: Tensor, question: int, press: Any) -> dict[int, Tensor]:
     """Scores `[H, context]` of the pairs of one row that lie before its question, by layer."""
     length, attention = ids.shape[1], model(ids, output_attentions=True).attentions
-    found = {}
+    scores = {}
     for layer in full_layers(model):
         paid = attention[layer][0, :, -question:, : length - question]
         if press.normalize_scores:
             paid = paid * torch.arange(length - question + 1, length + 1)[:, None]
-        found[layer] = paid.mean(dim=1).unflatten(0, (2, -1)).mean(dim=1)
-    return found
+        scores[layer] = paid.mean(dim=1).unflatten(0, (2, -1)).mean(dim=1)
+    return scores
 
 
 @pytest.mark.parametrize("chunk", [None, 7])
 @pytest.mark.parametrize("normalised", [True, False])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
-def test_what_stays_is_what_the_question_reads(family: str, normalised: bool, chunk: int | None) -> None:
+def test_kept_pairs_are_the_ones_that_the_question_reads(family: str, normalised: bool, chunk: int | None) -> None:
     model, (ids, mask) = tiny_model(family, "eager"), prompts()
     press = kvpress.FinchPress(0.5, None, normalised, False, delimiter_token_id=DELIMITER)
     with press(model) as session:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heavy hitters, replayed query by query: layer 0's queries and keys do not depend on what was evicted."""
+"""Heavy hitters, replayed query by query: layer 0's queries and keys do not depend on earlier evictions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def replay(model: Any, ids: Tensor, passes: list[int], press: H2OPress) -> Kept:
     scale = model.model.layers[0].self_attn.scaling
     alive: Kept = [[] for _ in range(KV_HEADS)]
     mass = torch.zeros(KV_HEADS, ids.shape[1], dtype=torch.float64)
-    read = since = target = 0
+    read = num_passes = target = 0
     for new in passes:
         for t in range(read, read + new):
             if press.decay is not None:
@@ -36,12 +36,12 @@ def replay(model: Any, ids: Tensor, passes: list[int], press: H2OPress) -> Kept:
                     logits = keys[head, at] @ queries[query, t] * scale
                     mass[head, at] += torch.softmax(logits, dim=0)
         read += new
-        since += 1
+        num_passes += 1
         if new > 1:
             target = press.amount.of(read)
-        elif since < press.interval:
+        elif num_passes < press.interval:
             continue
-        since = 0
+        num_passes = 0
         scores = mass / (read - torch.arange(ids.shape[1])) if press.normalize == "count" else mass
         recent = round(target * press.recent_ratio)
         for head, at in enumerate(alive):
@@ -78,14 +78,14 @@ def test_prompt_generation_and_a_second_turn(family: str, mode: str) -> None:
     model, press = tiny_model(family), H2OPress(0.5, **MODES[mode])
     passes = [30, *[1] * 7, 9, *[1] * 5]
     ids = tokens(2, sum(passes))
-    found = kvpress.kept_positions(read(model, press, list(ids.split(passes, dim=1))))[0]
+    kept = kvpress.kept_positions(read(model, press, list(ids.split(passes, dim=1))))[0]
     for row in range(2):
-        assert [head.tolist() for head in found[row]] == replay(model, ids[row : row + 1], passes, press)
+        assert [head.tolist() for head in kept[row]] == replay(model, ids[row : row + 1], passes, press)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_padding_gives_and_receives_nothing(mode: str) -> None:
-    """The second turn is padded too, in the middle of its row: its pads must not look at the first."""
+    """The second turn is padded in the middle of its row; its padding must not attend to the first turn."""
     model, press = tiny_model("llama"), H2OPress(0.5, **MODES[mode])
     real = [[30, 8], [19, 3], [25, 5]]
     first, first_mask = padded_batch([turns[0] for turns in real], seed=1)
@@ -99,12 +99,12 @@ def test_padding_gives_and_receives_nothing(mode: str) -> None:
             masks.append(second_mask)
     cache = read(model, press, parts, masks)
     ids, mask = torch.cat(parts, dim=1), torch.cat(masks, dim=1).bool()
-    found = kvpress.kept_positions(cache)[0]
+    kept = kvpress.kept_positions(cache)[0]
     for row, turns in enumerate(real):
         passes = [turns[0], 1, 1, 1, 1, turns[1], 1, 1, 1, 1]
         rank = mask[row].cumsum(0) - 1
         expected = replay(model, ids[row : row + 1, mask[row]], passes, press)
-        assert [rank[head[mask[row][head]]].tolist() for head in found[row]] == expected
+        assert [rank[head[mask[row][head]]].tolist() for head in kept[row]] == expected
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -115,11 +115,11 @@ def test_a_prompt_in_chunks_is_one_prompt(mode: str, chunk: int, monkeypatch: py
     ids, mask = padded_batch([30, 21])
     with press(model) as session:
         out = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, prefill_chunk_size=chunk)
-    found = kvpress.kept_positions(session.cache)[0]
+    kept = kvpress.kept_positions(session.cache)[0]
     for row, length in enumerate((30, 21)):
         pads = 30 - length
         expected = replay(model, out[row : row + 1, pads:-1], [length, *[1] * 5], press)
-        assert [(head - pads)[head >= pads].tolist() for head in found[row]] == expected
+        assert [(head - pads)[head >= pads].tolist() for head in kept[row]] == expected
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
@@ -132,27 +132,27 @@ def test_decay_of_one_is_the_plain_sum(family: str) -> None:
     almost = read(model, H2OPress(0.5, normalize="decay", decay=1 - 1e-7), parts)
     for layer in (1, 2):
         (fading,) = almost.layers[layer].store.open_segment(None).side.values()
-        for other in (decayed, plain):
-            mass = other.layers[layer].store.open_segment(None).side["mass"]
+        for cache in (decayed, plain):
+            mass = cache.layers[layer].store.open_segment(None).side["mass"]
             torch.testing.assert_close(mass, fading, atol=1e-4, rtol=1e-4)
 
 
 def test_masses_follow_their_rows() -> None:
-    """What beam search does to a cache: rows are copied, dropped and reordered in the middle of generation."""
+    """Rows are copied, dropped and reordered in the middle of generation, as beam search does."""
     model, press = tiny_model("llama"), H2OPress(0.5, normalize="decay", decay=0.9)
     ids, order = tokens(2, 40), [1, 1, 0]
     cache = DynamicCache(config=model.config)
-    parts = ids[:, :36].split([30, *[1] * 6], dim=1)
+    chunks = ids[:, :36].split([30, *[1] * 6], dim=1)
     later = tokens(3, 5, seed=7)
     with press(model):
-        for part in parts:
-            model(part, past_key_values=cache)
+        for chunk in chunks:
+            model(chunk, past_key_values=cache)
         cache.reorder_cache(torch.tensor(order))
-        for part in later.split(1, dim=1):
-            model(part, past_key_values=cache)
+        for chunk in later.split(1, dim=1):
+            model(chunk, past_key_values=cache)
     for row, source in enumerate(order):
-        whole = torch.cat([ids[source : source + 1, :36], later[row : row + 1]], dim=1)
-        expected = replay(model, whole, [30, *[1] * 11], press)
+        sequence = torch.cat([ids[source : source + 1, :36], later[row : row + 1]], dim=1)
+        expected = replay(model, sequence, [30, *[1] * 11], press)
         assert [head.tolist() for head in kvpress.kept_positions(cache)[0][row]] == expected
 
 
@@ -180,11 +180,11 @@ def test_without_an_eviction_of_the_prompt_the_ratio_is_of_the_prompt() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("settings", "message"),
     [({"normalize": "mean"}, "'none', 'count' or 'decay'"), ({"decay": 0.5}, "decay must be set if and only if"),
      ({"normalize": "decay"}, "decay must be set if and only if"), ({"interval": 0}, "interval must be >= 1"),
      ({"normalize": "decay", "decay": 0.0}, r"decay must be in \(0, 1\]"), ({"recent_ratio": 1.5}, "recent_ratio")],
 )  # fmt: skip
-def test_bad_settings_are_refused(given: dict[str, Any], message: str) -> None:
+def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        H2OPress(0.5, **given)
+        H2OPress(0.5, **settings)

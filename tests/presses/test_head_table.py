@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of heads: what is read, what is refused, and how many heads stream."""
+"""Tables of heads: accepted files, refused files, and the number of streaming heads."""
 
 from __future__ import annotations
 

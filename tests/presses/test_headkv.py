@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Budgets of HeadKV from files of scores, and what heads keep with them."""
+"""Budgets of HeadKV from files of scores, and the pairs that heads keep with them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ LENGTH, WINDOW = 48, 8
 def scores(tmp_path: Path) -> Path:
     """Scores of 3 layers of 4 query heads, in the authors' form: numbers whose mean counts."""
     path = tmp_path / "head_scores.json"
-    found = {f"{layer}-{head}": [0.1 * layer, 0.3 * head + 0.02] for layer in range(3) for head in range(4)}
-    path.write_text(json.dumps(found))
+    table = {f"{layer}-{head}": [0.1 * layer, 0.3 * head + 0.02] for layer in range(3) for head in range(4)}
+    path.write_text(json.dumps(table))
     return path
 
 
@@ -41,38 +41,38 @@ def budgets(layers: list[int], length: int, ratio: float, beta: float, power: fl
 def test_heads_keep_their_best_pairs_by_their_scores(family: str, beta: float, power: float, scores: Path) -> None:
     model, (ids, mask) = tiny_model(family), padded_batch([LENGTH, 31])
     press = HeadKVPress(0.5, window_size=WINDOW, kernel_size=3, beta=beta, power=power, table=scores)
-    found, layers = positions(prefill(model, press, ids, mask)), full_layers(model)
+    kept, layers = positions(prefill(model, press, ids, mask)), full_layers(model)
     for row, length in enumerate([LENGTH, 31]):
         expected = budgets(layers, length, 0.5, beta, power)
         assert len(set(expected)) > 1
-        for place, layer in enumerate(layers):
+        for index, layer in enumerate(layers):
             for head in range(2):
-                budget = WINDOW + expected[2 * place + head]
+                budget = WINDOW + expected[2 * index + head]
                 snap = SnapKVPress(budget=budget, window_size=WINDOW, kernel_size=3)
                 alone = positions(prefill(model, snap, ids[row : row + 1, -length:]))[layer][0][head]
-                assert found[layer][row][head] == [at + LENGTH - length for at in alone]
+                assert kept[layer][row][head] == [at + LENGTH - length for at in alone]
 
 
-def test_decoding_reads_what_is_kept(scores: Path) -> None:
+def test_decoding_reads_the_kept_pairs(scores: Path) -> None:
     press = HeadKVPress(0.5, window_size=WINDOW, table=scores)
-    found, expected, _ = decode_both(tiny_model("gpt_oss", "eager"), press, *padded_batch([40, 26]))
-    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+    actual, expected, _ = decode_both(tiny_model("gpt_oss", "eager"), press, *padded_batch([40, 26]))
+    torch.testing.assert_close(actual, expected, atol=2e-4, rtol=1e-4)
 
 
 def test_it_composes_with_schedules_and_codecs(scores: Path) -> None:
     model = tiny_model("llama")
     press = kvpress.DecodingPress(HeadKVPress(window_size=4, table=scores), compression_interval=4, target_size=16)
     with (press + kvpress.get_press(CODEC))(model):
-        held = positions(generate(model, *padded_batch([40, 26]), max_new_tokens=5).past_key_values)
-    assert [sum(len(head) for layer in held for head in layer[row]) for row in range(2)] == [6 * 16] * 2
+        kept = positions(generate(model, *padded_batch([40, 26]), max_new_tokens=5).past_key_values)
+    assert [sum(len(head) for layer in kept for head in layer[row]) for row in range(2)] == [6 * 16] * 2
 
 
 def test_tables_of_kv_heads_do_as_well_and_others_are_refused(scores: Path, tmp_path: Path) -> None:
     model, ids = tiny_model("llama"), tokens(2, LENGTH)
     table = tmp_path / "table.tsv"
     table.write_text("\n".join("\t".join(str(0.1 * layer + 0.3 * head) for head in range(2)) for layer in range(3)))
-    held = positions(prefill(model, HeadKVPress(0.5, window_size=WINDOW, table=str(table)), ids))
-    assert len({len(head) for layer in held for head in layer[0]}) > 2
+    kept = positions(prefill(model, HeadKVPress(0.5, window_size=WINDOW, table=str(table)), ids))
+    assert len({len(head) for layer in kept for head in layer[0]}) > 2
     table.write_text("0.1\t0.2\t0.3\n0.1\t0.2\t0.3")
     with pytest.raises(ValueError, match="scores of 2 layers of 3 heads, but"):
         prefill(model, HeadKVPress(0.5, table=str(table)), ids)
@@ -86,7 +86,7 @@ def test_tables_of_kv_heads_do_as_well_and_others_are_refused(scores: Path, tmp_
         prefill(model, HeadKVPress(0.5), ids)
 
 
-def test_what_lies_beside_the_model_is_read(scores: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_in_the_folder_of_the_model_are_read(scores: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The authors' scores come first, then the table of `duo_attention`."""
     model, ids = tiny_model("llama"), tokens(2, LENGTH)
     duo = scores.with_name("full_attention_heads.tsv")

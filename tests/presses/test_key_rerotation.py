@@ -21,11 +21,11 @@ HEAD_WISE = "key_rerotation(adakv(snapkv:0.5,window_size=4))"
 
 def turned(model: Any, keys: Tensor, before: Tensor, after: Tensor) -> Tensor:
     """Keys `[n, D]` at positions `before [n]`, turned to `after` by the model's own functions."""
-    own = sys.modules[type(model.model.layers[0].self_attn).__module__].apply_rotary_pos_emb
+    rotate = sys.modules[type(model.model.layers[0].self_attn).__module__].apply_rotary_pos_emb
     keys = keys[None, None]
     for sign, at in ((-1, before), (1, after)):
         cos, sin = model.model.rotary_emb(keys, at[None])
-        keys = own(keys, keys, cos, sign * sin)[0]
+        keys = rotate(keys, keys, cos, sign * sin)[0]
     return keys[0, 0]
 
 
@@ -71,7 +71,7 @@ def test_several_rounds_add_up() -> None:
     assert_without_gaps(model, cache, stock, [45])
 
 
-def test_it_is_what_streaming_llm_calls_reindex() -> None:
+def test_it_equals_reindex_of_streaming_llm() -> None:
     model, ids, new = tiny_model("llama"), tokens(2, 40), tokens(2, 3, seed=1)
     logits = []
     for spec in ("key_rerotation(streaming_llm:0.5)", "streaming_llm:0.5,reindex=true", "streaming_llm:0.5"):
@@ -112,7 +112,7 @@ def test_encoded_keys_cannot_be_turned() -> None:
             model(tokens(1, 4), past_key_values=cache)
 
 
-def test_what_the_inner_press_rewrites_stays_rewritten() -> None:
+def test_rewrites_of_the_inner_press_stay() -> None:
     """Values are made half as long while keys move: neither is lost."""
 
     class Halved(kvpress.KnormPress):
@@ -124,7 +124,7 @@ def test_what_the_inner_press_rewrites_stays_rewritten() -> None:
     plain, halved = (
         prefill(model, kvpress.KeyRerotationPress(press), ids) for press in (kvpress.KnormPress(0.5), Halved(0.5))
     )
-    first, both = plain.layers[0].store.dense, halved.layers[0].store.dense
-    assert torch.equal(both.keys, first.keys)
-    assert torch.equal(both.side["shift"], first.side["shift"])
-    assert torch.equal(both.values, first.values / 2)
+    plain_dense, halved_dense = plain.layers[0].store.dense, halved.layers[0].store.dense
+    assert torch.equal(halved_dense.keys, plain_dense.keys)
+    assert torch.equal(halved_dense.side["shift"], plain_dense.side["shift"])
+    assert torch.equal(halved_dense.values, plain_dense.values / 2)

@@ -17,7 +17,7 @@ LENGTH = 36
 
 
 def worth(model: Any, ids: Tensor, press: Any) -> Tensor:
-    """What the pairs of one row are worth, `[L, H, T]`, from eager attention over the prompt twice."""
+    """Scores of the pairs of one row, `[L, H, T]`, from eager attention over the prompt twice."""
     length, layers = ids.shape[1], full_layers(model)
     parts = []
     for start in range(0, length, press.chunk_size):
@@ -38,19 +38,19 @@ def kept_by_hand(scores: Tensor, press: Any) -> list[list[list[int]]]:
     layers, heads, length = scores.shape
     ordered = scores.sort(dim=2, descending=True).values
     total = int(length * (1 - press.compression_ratio))
-    least = press.keep_token_lower_bound
+    lower_bound = press.keep_token_lower_bound
     if press.structured:
         slots = ordered.amax(dim=1) if press.agg_head == "max" else ordered.mean(dim=1)
-        slots[:, :least] = torch.inf
+        slots[:, :lower_bound] = torch.inf
         best = slots.flatten().topk(total * layers).indices // length
         counts = [[int((best == layer).sum())] * heads for layer in range(layers)]
     else:
-        ordered[:, :, :least] = torch.inf
+        ordered[:, :, :lower_bound] = torch.inf
         best = ordered.flatten().topk(total * layers * heads).indices // length
         counts = [[int((best == layer * heads + head).sum()) for head in range(heads)] for layer in range(layers)]
     return [
         [
-            sorted(scores[layer, head].topk(min(length, max(1, least, counts[layer][head]))).indices.tolist())
+            sorted(scores[layer, head].topk(min(length, max(1, lower_bound, counts[layer][head]))).indices.tolist())
             for head in range(heads)
         ]
         for layer in range(layers)
@@ -68,20 +68,20 @@ def kept_by_hand(scores: Tensor, press: Any) -> list[list[list[int]]]:
     ],
 )
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
-def test_what_stays_is_what_eager_attention_says(family: str, settings: dict[str, Any]) -> None:
+def test_kept_pairs_follow_from_eager_attention(family: str, settings: dict[str, Any]) -> None:
     model = tiny_model(family, "eager")
     press = kvpress.KVComposePress(**{"compression_ratio": 0.5, **settings})
     ids, mask = padded_batch([LENGTH, 23])
     cache = prefill(model, press, ids, mask)
-    found = kvpress.kept_positions(cache)
+    kept = kvpress.kept_positions(cache)
     layers = full_layers(model)
     for row, length in enumerate((LENGTH, 23)):
         expected = kept_by_hand(worth(model, ids[row : row + 1, -length:], press), press)
         for layer, heads in zip(layers, expected, strict=True):
-            got = [(at[at >= LENGTH - length] - (LENGTH - length)).tolist() for at in found[layer][row]]
-            assert got == heads
-    held = sum(len(head) for layer in layers for head in found[layer][0])
-    assert held == pytest.approx(len(layers) * 2 * int(LENGTH * (1 - press.compression_ratio)), abs=2)
+            actual = [(at[at >= LENGTH - length] - (LENGTH - length)).tolist() for at in kept[layer][row]]
+            assert actual == heads
+    num_kept = sum(len(head) for layer in layers for head in kept[layer][0])
+    assert num_kept == pytest.approx(len(layers) * 2 * int(LENGTH * (1 - press.compression_ratio)), abs=2)
 
 
 def test_heads_of_a_layer_are_equally_long_and_their_memory_is_free() -> None:

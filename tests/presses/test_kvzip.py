@@ -39,21 +39,23 @@ class Words:
 
 
 def attentions(model: Any, ids: Tensor, block: Tensor) -> list[Tensor]:
-    """What the queries of `block` pay, `[B, Hq, m, T + m]` per full layer, when they are read after the prompt."""
-    whole = model(torch.cat([ids, block], dim=1), output_attentions=True).attentions
-    return [whole[layer][:, :, ids.shape[1] :] for layer in full_layers(model)]
+    """Attention weights of the queries of `block`, read after the prompt: `[B, Hq, m, T + m]` per full layer."""
+    layers = model(torch.cat([ids, block], dim=1), output_attentions=True).attentions
+    return [layers[layer][:, :, ids.shape[1] :] for layer in full_layers(model)]
 
 
 def best(scores: Tensor, count: int) -> Tensor:
-    """Mark the `count` largest per row of `[B, L, H, T]` over everything else."""
+    """Mask of the `count` largest scores of each row of `[B, L, H, T]`."""
     flat = scores.flatten(1)
     return torch.zeros_like(flat, dtype=torch.bool).scatter_(1, flat.topk(count).indices, True).view(scores.shape)
 
 
 def assert_kept(cache: Any, model: Any, mask: Tensor) -> None:
-    found = kvpress.kept_positions(cache)
+    kept_heads = kvpress.kept_positions(cache)
     for i, layer in enumerate(full_layers(model)):
-        for row, heads in enumerate(found[layer] if len(found) == model.config.num_hidden_layers else found[i]):
+        for row, heads in enumerate(
+            kept_heads[layer] if len(kept_heads) == model.config.num_hidden_layers else kept_heads[i]
+        ):
             for head, at in enumerate(heads):
                 assert at.tolist() == mask[row, i, head].nonzero().flatten().tolist()
 
@@ -75,12 +77,12 @@ def test_scores_are_the_largest_weights_of_a_second_reading(family: str, layerwi
     assert layerwise or len({len(head) for layer in kvpress.kept_positions(cache) for head in layer[0]}) > 1
 
 
-def test_later_chunks_are_asked_for_in_the_words_of_the_authors() -> None:
-    asked = []
+def test_later_chunks_use_the_prompts_of_the_authors() -> None:
+    prompts = []
     words = Words(False)
-    words.encode = lambda text, add_special_tokens: asked.append(text) or []
+    words.encode = lambda text, add_special_tokens: prompts.append(text) or []
     KVzipPress(0.5, tokenizer=words).recipe().evictions[0].prepare.check()
-    assert asked[:2] == [
+    assert prompts[:2] == [
         "\n\nRepeat the previous context exactly.",
         "\n\nRepeat the part of the previous context exactly, starting with",
     ]
@@ -102,8 +104,8 @@ def test_later_chunks_compete_with_the_sinks_and_are_led_in(chat: bool, monkeypa
         seen = torch.zeros(weights.shape[-1], dtype=torch.bool)
         seen[:3] = seen[start : start + 16] = seen[LENGTH:] = True
         weights = weights * seen / (weights * seen).sum(dim=-1, keepdim=True)
-        found = weights[..., start : min(start + 16, LENGTH)].amax(dim=3).unflatten(2, (2, 2)).amax(dim=3)
-        scores[..., start : start + 16] = found
+        block_scores = weights[..., start : min(start + 16, LENGTH)].amax(dim=3).unflatten(2, (2, 2)).amax(dim=3)
+        scores[..., start : start + 16] = block_scores
     scores[..., :3] = 2.0
     assert_kept(cache, model, best(scores, LENGTH * 3))
 
@@ -128,9 +130,11 @@ def test_plus_normalisation() -> None:
             reach = (values[:, head // 2] @ layer.self_attn.o_proj.weight[:, head * 32 : (head + 1) * 32].T).norm(
                 dim=-1
             )
-            asked = weights[i][0, head, :, :LENGTH] / inputs[i][0, LENGTH:].norm(dim=-1)[:, None]
-            found = (asked * reach).amax(dim=0)
-            scores[0, i, head // 2] = found if head % 2 == 0 else torch.maximum(scores[0, i, head // 2], found)
+            scaled = weights[i][0, head, :, :LENGTH] / inputs[i][0, LENGTH:].norm(dim=-1)[:, None]
+            head_scores = (scaled * reach).amax(dim=0)
+            scores[0, i, head // 2] = (
+                head_scores if head % 2 == 0 else torch.maximum(scores[0, i, head // 2], head_scores)
+            )
     assert_kept(cache, model, best(scores, LENGTH * 3))
 
 
@@ -139,8 +143,8 @@ def test_plus_normalisation() -> None:
 def test_mask_oracle(family: str, padded: bool) -> None:
     model = tiny_model(family)
     ids, mask = padded_batch([40, 26, 13]) if padded else (tokens(2, 40), None)
-    found, expected, cache = decode_both(model, KVzipPress(0.6, repeat_prompt=""), ids, mask)
-    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+    actual, expected, cache = decode_both(model, KVzipPress(0.6, repeat_prompt=""), ids, mask)
+    torch.testing.assert_close(actual, expected, atol=2e-4, rtol=1e-4)
     report = kvpress.memory_report(cache)
     real = 40 + 26 + 13 if padded else 80
     layers = len(full_layers(model))
@@ -160,47 +164,49 @@ def test_a_padded_row_equals_that_row_alone(spec: str) -> None:
         with press(model):
             alone = generate(model, ids[row : row + 1, -length:])
         assert torch.equal(together.sequences[row, 40:], alone.sequences[0, length:])
-        for ours, own in zip(positions(together.past_key_values), positions(alone.past_key_values), strict=True):
-            kept = [[at - (40 - length) for at in head if at >= 40 - length] for head in ours[row]]
-            assert kept == own[0]
+        for batch_layer, alone_layer in zip(
+            positions(together.past_key_values), positions(alone.past_key_values), strict=True
+        ):
+            kept = [[at - (40 - length) for at in head if at >= 40 - length] for head in batch_layer[row]]
+            assert kept == alone_layer[0]
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
 def test_chunked_prefill_keeps_the_same_pairs(padded: bool) -> None:
     model, press = tiny_model("qwen3"), KVzipPress(0.5, repeat_prompt="")
     ids, mask = padded_batch([40, 26]) if padded else (tokens(2, 40), None)
-    found = []
+    outcomes = []
     for chunk in (None, 7):
         with press(model):
             output = generate(model, ids, mask, prefill_chunk_size=chunk)
-        found.append((output.sequences.tolist(), positions(output.past_key_values)))
-    assert found[0] == found[1]
+        outcomes.append((output.sequences.tolist(), positions(output.past_key_values)))
+    assert outcomes[0] == outcomes[1]
 
 
-def test_later_turns_share_the_budget_and_keep_what_survived() -> None:
+def test_later_turns_share_the_budget_and_keep_the_survivors() -> None:
     model, press = tiny_model("llama"), KVzipPress(0.5, repeat_prompt="")
     cache, sequence = DynamicCache(config=model.config), tokens(2, 24)
     kept: list[set[tuple[int, ...]]] = [set(), set()]
-    told = 0
+    previous_length = 0
     with press(model):
         for turn in range(3):
             sequence = torch.cat([sequence, tokens(2, 6, seed=turn)], dim=1)
             seen = sequence.shape[1]
             sequence = generate(model, sequence, past_key_values=cache, max_new_tokens=5).sequences
             for row in range(2):
-                found = {
+                survivors = {
                     (i, h, at)
                     for i, layer in enumerate(positions(cache))
                     for h, head in enumerate(layer[row])
                     for at in head
                     if at < seen
                 }
-                assert len(found) == 3 * 2 * int(seen * 0.5)
-                assert kept[row] <= found
-                generated = {at for _, _, at in found if told <= at < seen - 6}
+                assert len(survivors) == 3 * 2 * int(seen * 0.5)
+                assert kept[row] <= survivors
+                generated = {at for _, _, at in survivors if previous_length <= at < seen - 6}
                 assert not turn or len(generated) > 0
-                kept[row] = found
-            told = seen
+                kept[row] = survivors
+            previous_length = seen
 
 
 def test_bfloat16() -> None:
@@ -211,11 +217,11 @@ def test_bfloat16() -> None:
 
 def test_scoring_holds_a_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
-    whole = kvzip.kernels.column_max
+    column_max = kvzip.kernels.column_max
 
     def measured(q: Tensor, stored: Rows, *args: Any, **kwargs: Any) -> Tensor:
         rows.append(stored.count)
-        return whole(q, stored, *args, **kwargs)
+        return column_max(q, stored, *args, **kwargs)
 
     monkeypatch.setattr(kvzip.kernels, "column_max", measured, raising=False)
     prefill(tiny_model("llama"), KVzipPress(0.5, chunk_size=32, repeat_prompt=""), tokens(1, 500))
@@ -226,10 +232,10 @@ def test_scoring_holds_a_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_tokenizer_beside_a_model_is_found() -> None:
     model, tokenizer = kvpress.load_model("reference")
     ids = tokenizer(" The code for tiger is 4837. A king waits here.", return_tensors="pt").input_ids
-    given = prefill(model, KVzipPress(0.3, tokenizer=tokenizer), ids)
-    found = prefill(model, KVzipPress(0.3), ids)
-    silent = prefill(model, KVzipPress(0.3, repeat_prompt=""), ids)
-    assert positions(given) == positions(found) != positions(silent)
+    with_tokenizer = prefill(model, KVzipPress(0.3, tokenizer=tokenizer), ids)
+    without_tokenizer = prefill(model, KVzipPress(0.3), ids)
+    without_prompt = prefill(model, KVzipPress(0.3, repeat_prompt=""), ids)
+    assert positions(with_tokenizer) == positions(without_tokenizer) != positions(without_prompt)
 
 
 def test_without_a_tokenizer_the_error_names_the_ways_out() -> None:
@@ -270,7 +276,7 @@ def test_configuration() -> None:
     assert kvpress.get_press(kvpress.to_spec(press)) == press
 
 
-def test_composed_with_a_codec_what_stays_is_encoded() -> None:
+def test_kept_pairs_are_encoded_by_a_codec_behind_it() -> None:
     model = tiny_model("llama")
     press = kvpress.get_press("kvzip:0.5,layerwise=true,repeat_prompt= + kivi:bits=4,group_size=4,residual_length=4")
     alone = prefill(model, kvpress.get_press("kvzip:0.5,layerwise=true,repeat_prompt="), tokens(2, LENGTH))

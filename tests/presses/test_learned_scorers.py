@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Presses whose scores come from files: their formulas, where the files are looked for, and what is refused."""
+"""Presses whose scores come from files: their formulas, the places of the files, and refused files."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ HEADS, DIM, HIDDEN, LAYERS = 2, 32, 64, 3
 def networks(path: Path, kind: str, hidden: int = HIDDEN) -> list[nn.Module]:
     """Write random networks for the tiny models as they are published, and return them."""
     torch.manual_seed(5)
-    made: list[nn.Module] = [
+    modules: list[nn.Module] = [
         nn.Linear(hidden, HEADS)
         if kind == "linear"
         else nn.Sequential(nn.Linear(hidden, 16), nn.GELU(), nn.Linear(16, HEADS))
         for _ in range(LAYERS)
     ]
-    save_file(nn.ModuleDict({"layers": nn.ModuleList(made)}).state_dict(), path / "model.safetensors")
-    return made
+    save_file(nn.ModuleDict({"layers": nn.ModuleList(modules)}).state_dict(), path / "model.safetensors")
+    return modules
 
 
 def filters(path: Path, shape: tuple[int, ...] = (LAYERS, HEADS, DIM)) -> Tensor:
-    made = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    save_file({"q_filters": made}, path / "model.safetensors")
-    return made
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    save_file({"q_filters": tensor}, path / "model.safetensors")
+    return tensor
 
 
 @pytest.mark.parametrize("kind", ["linear", "mlp"])
 def test_kvzap_scores_by_its_networks(kind: Any, tmp_path: Path) -> None:
-    made, model = networks(tmp_path, kind), tiny_model("qwen3")
+    modules, model = networks(tmp_path, kind), tiny_model("qwen3")
     seen: dict[int, Tensor] = {}
     ids, mask = padded_batch([40, 25])
     press = kvpress.KVzapPress(0.5, kind, weights=str(tmp_path))
     with torch.no_grad():
-        found = scored(model, press, ids, mask)
+        views_by_layer = scored(model, press, ids, mask)
         with Watching(lambda call: seen.setdefault(call.layer.index, call.hidden_states))(model):
             model(ids, attention_mask=mask, position_ids=position_ids(mask), use_cache=True)
-        for layer, views in found.items():
+        for layer, views in views_by_layer.items():
             assert len(views) == 2
             for view, scores in views:
                 (row,) = view.rows
-                expected = made[layer](seen[layer][row, -view.length :]).T
+                expected = modules[layer](seen[layer][row, -view.length :]).T
                 torch.testing.assert_close(scores[0], expected, atol=1e-5, rtol=1e-5)
 
 
@@ -74,10 +74,10 @@ def test_kvzap_scores_of_generated_tokens_are_held(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_qfilter_projects_keys(family: str, tmp_path: Path) -> None:
-    made, model = filters(tmp_path), tiny_model(family)
+    directions, model = filters(tmp_path), tiny_model(family)
     for layer, views in scored(model, kvpress.QFilterPress(0.5, filters=str(tmp_path)), tokens(2, 40)).items():
         for view, scores in views:
-            torch.testing.assert_close(scores, -(view.keys * made[layer][:, None]).sum(dim=-1))
+            torch.testing.assert_close(scores, -(view.keys * directions[layer][:, None]).sum(dim=-1))
 
 
 def test_calibrated_filters_point_away_from_queries(tmp_path: Path) -> None:
@@ -87,18 +87,18 @@ def test_calibrated_filters_point_away_from_queries(tmp_path: Path) -> None:
     with torch.no_grad(), Watching(lambda call: seen.setdefault(call.layer.index, []).append(call.queries))(model):
         for row in ids:
             model(row[None], use_cache=True)
-    found = load_file(file)
-    for layer, parts in seen.items():
-        queries = torch.cat(parts, dim=2)[0]
+    calibrated = load_file(file)
+    for layer, chunks in seen.items():
+        queries = torch.cat(chunks, dim=2)[0]
         first = torch.linalg.svd(queries, full_matrices=False).Vh[:, 0]
         first = first * (queries @ first[..., None]).sum(dim=(1, 2)).sign()[:, None]
         expected = -first.view(HEADS, -1, DIM).mean(dim=1)
-        torch.testing.assert_close(found[f"{layer}.filter"], expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(calibrated[f"{layer}.filter"], expected, atol=1e-4, rtol=1e-4)
     view, scores = one_view(model, kvpress.QFilterPress(0.5, filters=str(file)), ids[:1])
-    torch.testing.assert_close(scores, -torch.einsum("bhnd,hd->bhn", view.keys, found["0.filter"]))
+    torch.testing.assert_close(scores, -torch.einsum("bhnd,hd->bhn", view.keys, calibrated["0.filter"]))
 
 
-def test_the_reference_model_has_filters_and_others_are_asked_for_by_name() -> None:
+def test_the_reference_model_has_filters_and_other_models_need_a_file() -> None:
     model, tokenizer = kvpress.load_model("reference")
     with kvpress.QFilterPress(0.5)(model) as session:
         model.generate(**tokenizer(" The code for tiger is 4837." * 9, return_tensors="pt"), max_new_tokens=1)
@@ -110,7 +110,7 @@ def test_the_reference_model_has_filters_and_others_are_asked_for_by_name() -> N
     ("press", "method", "word"),
     [(kvpress.QFilterPress, "filters", "q_filters"), (kvpress.KVzapPress, "weights", "KVzap-mlp")],
 )
-def test_what_is_missing_or_foreign_is_named(press: Any, method: str, word: str, tmp_path: Path) -> None:
+def test_missing_and_foreign_files_are_named(press: Any, method: str, word: str, tmp_path: Path) -> None:
     del word
     model = tiny_model("llama")
     with pytest.raises(ValueError, match="not loaded from a path"), press(0.5)(model):
@@ -135,11 +135,11 @@ def test_the_other_kind_of_networks_is_refused(tmp_path: Path) -> None:
         pass
 
 
-def test_the_hub_is_asked_for_what_is_published(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked = []
+def test_the_published_repositories_are_requested_from_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    requests = []
 
     def download(repository: str, name: str) -> str:
-        asked.append((repository, name))
+        requests.append((repository, name))
         raise OSError("offline")
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
@@ -152,4 +152,4 @@ def test_the_hub_is_asked_for_what_is_published(monkeypatch: pytest.MonkeyPatch,
         "nthngdy/Llama-3.1-8B-Instruct_qfilt",
         *(f"nvidia/KVzap-{kind}-Meta-Llama-3.1-8B-Instruct" for kind in ("mlp", "linear")),
     ]
-    assert asked == [(name, "model.safetensors") for name in names]
+    assert requests == [(name, "model.safetensors") for name in names]

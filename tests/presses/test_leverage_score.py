@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leverage of the keys before rotation, against singular values of what the model projects."""
+"""Leverage of the keys before rotation, against singular values of the model's projected keys."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from tests.probes import Watching
 
 def projected_keys(model: Any, ids: Tensor) -> Tensor:
     """Keys `[B, H, n, D]` of the first layer before rotation, by the model's own modules."""
-    found: list[Tensor] = []
+    outputs: list[Tensor] = []
     attention = model.model.layers[0].self_attn
     source = getattr(attention, "k_norm", getattr(attention, "k_proj", getattr(attention, "qkv_proj", None)))
-    handle = source.register_forward_hook(lambda module, inputs, output: found.append(output))
+    handle = source.register_forward_hook(lambda module, inputs, output: outputs.append(output))
     try:
         model(ids)
     finally:
         handle.remove()
     width = 2 * attention.head_dim
-    keys = found[0].flatten(2)
+    keys = outputs[0].flatten(2)
     # A fused projection gives queries, keys and values side by side; four query heads come before the two key heads.
     keys = keys if keys.shape[2] == width else keys[..., 2 * width : 3 * width]
     return keys.view(*ids.shape, 2, -1).transpose(1, 2)
@@ -39,9 +39,9 @@ def projected_keys(model: Any, ids: Tensor) -> Tensor:
 
 def leverages(keys: Tensor) -> Tensor:
     """Diagonal of the hat matrix of a ridge regression on the centred `keys [n, D]`, in float64, by singular values."""
-    left, values, _ = torch.linalg.svd(keys.double() - keys.double().mean(dim=0), full_matrices=False)
+    singular_vectors, values, _ = torch.linalg.svd(keys.double() - keys.double().mean(dim=0), full_matrices=False)
     squares = values**2
-    return (left**2 * (squares / (squares + 0.01 * squares.mean()))).sum(dim=1)
+    return (singular_vectors**2 * (squares / (squares + 0.01 * squares.mean()))).sum(dim=1)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "glm4"])
@@ -92,7 +92,7 @@ def test_sketched_leverages_are_shares_of_the_sketch() -> None:
         for (_, scores), (_, same) in zip(views, again[layer], strict=True):
             assert torch.equal(scores, same)
             assert bool(((scores >= 0) & (scores <= 1)).all())
-            # One for each dimension of the sketch, less what the ridge takes from narrow ones.
+            # Each dimension of the sketch adds 1, less the share that the ridge takes from narrow ones.
             assert bool(((scores.sum(dim=2) > 11) & (scores.sum(dim=2) <= 12)).all())
 
 

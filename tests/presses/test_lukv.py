@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Budget curves: what heads keep, sums, and what is refused."""
+"""Budget curves: pairs kept by heads, sums, and refused curves."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def curve(path: Path, layers: int = 3, heads: int = 2) -> str:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_heads_keep_what_the_curve_says(family: str, tmp_path: Path) -> None:
+def test_heads_keep_the_shares_of_the_curve(family: str, tmp_path: Path) -> None:
     file, model = curve(tmp_path), tiny_model(family)
-    held = np.load(file)
+    losses = np.load(file)
     ids, mask = padded_batch([LENGTH, 40])
     with kvpress.LUKVPress(kvpress.KnormPress(), 0.5, curve=file)(model) as session:
         model.generate(ids, attention_mask=mask, max_new_tokens=1)
@@ -36,37 +36,37 @@ def test_heads_keep_what_the_curve_says(family: str, tmp_path: Path) -> None:
         first = LENGTH - length
         for layer in range(3):
             counts = [len(head) for head in positions[layer][row]]
-            ideal = (1 - held[49, layer]) * length
-            assert all(abs(count - want) < 1 for count, want in zip(counts, ideal, strict=True))
+            ideal = (1 - losses[49, layer]) * length
+            assert all(abs(count - target) < 1 for count, target in zip(counts, ideal, strict=True))
             for head in positions[layer][row]:
                 assert head[:4].tolist() == [first, first + 1, first + 2, first + 3]
                 assert int(head[-1]) == LENGTH - 1
-        ideal = (1 - held[49]) * length
+        ideal = (1 - losses[49]) * length
         assert sum(len(head) for layer in positions for head in layer[row]) == round(float(ideal.sum()))
 
 
 def test_shares_add_up_and_lie_between_whole_percents(tmp_path: Path) -> None:
-    held = torch.from_numpy(np.load(curve(tmp_path)))[:, 0]
-    assert shares(held, 0.0, 100).tolist() == [100, 100]
+    losses = torch.from_numpy(np.load(curve(tmp_path)))[:, 0]
+    assert shares(losses, 0.0, 100).tolist() == [100, 100]
     for ratio in (0.015, 0.333, 0.5, 0.995):
-        found = shares(held, ratio, 1000)
+        counts = shares(losses, ratio, 1000)
         low, high = int(ratio * 100), int(ratio * 100) + 1
-        ends = torch.cat([torch.zeros(1, 2), held, torch.ones(1, 2)])
-        assert bool((found <= (1 - ends[low]) * 1000 + 1).all())
-        assert bool((found >= (1 - ends[high]) * 1000 - 1).all())
+        ends = torch.cat([torch.zeros(1, 2), losses, torch.ones(1, 2)])
+        assert bool((counts <= (1 - ends[low]) * 1000 + 1).all())
+        assert bool((counts >= (1 - ends[high]) * 1000 - 1).all())
 
 
-def test_what_some_heads_keep_in_any_case_the_others_give() -> None:
+def test_the_minimum_of_some_heads_is_taken_from_the_others() -> None:
     steps = torch.arange(1, 100)[:, None] / 100
     curve = torch.cat([steps**0.1, steps, 2 * steps - steps**0.1], dim=1).clamp(0, 1)
     for ratio in (0.3, 0.5, 0.8):
-        free, found = shares(curve, ratio, 100), shares(curve, ratio, 100, minimum=20)
-        assert int(free[0]) < 20 == int(found[0])
-        assert int(found.min()) == 20
-        assert int(found.sum()) == max(60, int(free.sum()))
-        # What the first head keeps above its part is taken from the others.
-        assert int(found[1]) <= int(free[1])
-        assert int(found[2]) <= int(free[2])
+        free, bounded = shares(curve, ratio, 100), shares(curve, ratio, 100, minimum=20)
+        assert int(free[0]) < 20 == int(bounded[0])
+        assert int(bounded.min()) == 20
+        assert int(bounded.sum()) == max(60, int(free.sum()))
+        # Pairs that the first head keeps above its share are taken from the others.
+        assert int(bounded[1]) <= int(free[1])
+        assert int(bounded[2]) <= int(free[2])
     assert shares(curve, 0.3, 100, minimum=1).tolist() == shares(curve, 0.3, 100).tolist()
 
 

@@ -30,8 +30,8 @@ def blended(keys: Tensor, values: Tensor, kept: list[int], threshold: float, fra
     for t in first:
         cosine, j = nearest[t]
         if cosine >= threshold:
-            size, own = float(values[t].norm()), float(values[j].norm())
-            weight = max(0.0, cosine) * size / (size + own)
+            size, target_size = float(values[t].norm()), float(values[j].norm())
+            weight = max(0.0, cosine) * size / (size + target_size)
             sums[j] += weight * values[t]
             weights[j] += weight
     return {j: total / weights[j] for j, total in sums.items()}
@@ -44,33 +44,33 @@ def test_evicted_values_go_to_the_most_similar_keys(inner: str, settings: dict[s
     model, (ids, mask) = tiny_model("llama"), padded_batch([LENGTH, 21])
     with kvpress.MergingPress(kvpress.get_press(inner), **settings)(model) as session:
         model.generate(ids, attention_mask=mask, max_new_tokens=1)
-    given = settings.get("similarity_threshold", 0.0), settings.get("merge_fraction", 1.0)
+    parameters = settings.get("similarity_threshold", 0.0), settings.get("merge_fraction", 1.0)
     positions = kvpress.kept_positions(session.cache)
     for row, length in enumerate((LENGTH, 21)):
-        whole = model(ids[row : row + 1, -length:], use_cache=True).past_key_values
-        for layer, stock in enumerate(whole.layers):
+        full_cache = model(ids[row : row + 1, -length:], use_cache=True).past_key_values
+        for layer, stock in enumerate(full_cache.layers):
             dense = session.cache.layers[layer].store.dense
             for head in range(2):
                 kept = (positions[layer][row][head] - (LENGTH - length)).tolist()
-                expected = blended(stock.keys[0, head], stock.values[0, head], kept, *given)
-                found = dense.values[dense.layout.rows(2 * row + head)]
-                torch.testing.assert_close(found, torch.stack([expected[j] for j in kept]), atol=1e-4, rtol=1e-3)
+                expected = blended(stock.keys[0, head], stock.values[0, head], kept, *parameters)
+                merged = dense.values[dense.layout.rows(2 * row + head)]
+                torch.testing.assert_close(merged, torch.stack([expected[j] for j in kept]), atol=1e-4, rtol=1e-3)
 
 
 def test_a_call_by_hand_changes_kept_values_only() -> None:
     keys, values = torch.randn(2, 2, 10, 8), torch.randn(2, 2, 10, 8)
     index = torch.arange(0, 10, 2).expand(2, 2, -1)
-    same, found = kvpress.MergingPress(kvpress.KnormPress(0.5)).merge(keys, values, index)
-    assert same is keys
-    assert torch.equal(found[:, :, 1::2], values[:, :, 1::2])
-    assert not torch.equal(found[:, :, ::2], values[:, :, ::2])
+    returned_keys, merged = kvpress.MergingPress(kvpress.KnormPress(0.5)).merge(keys, values, index)
+    assert returned_keys is keys
+    assert torch.equal(merged[:, :, 1::2], values[:, :, 1::2])
+    assert not torch.equal(merged[:, :, ::2], values[:, :, ::2])
 
 
 def test_equal_pairs_are_merged_into_each_other_without_loss() -> None:
-    """Every pair twice, of which one goes: the blend is the value itself."""
+    """Each pair occurs twice and one copy is evicted: the blend is the value itself."""
     keys, values = (torch.randn(1, 1, 8, 8).repeat_interleave(2, dim=2) for _ in range(2))
-    _, found = kvpress.MergingPress(kvpress.KnormPress(0.5)).merge(keys, values, torch.arange(0, 16, 2)[None, None])
-    torch.testing.assert_close(found[:, :, ::2], values[:, :, ::2])
+    _, merged = kvpress.MergingPress(kvpress.KnormPress(0.5)).merge(keys, values, torch.arange(0, 16, 2)[None, None])
+    torch.testing.assert_close(merged[:, :, ::2], values[:, :, ::2])
 
 
 def test_merging_while_tokens_are_generated() -> None:

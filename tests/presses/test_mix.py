@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixed scores against the ranks of both, and what cannot be mixed."""
+"""Mixed scores against the ranks of both, and presses that cannot be mixed."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def full_keys() -> list[Any]:
 
 @pytest.mark.parametrize(("how", "weight"), [("rank", 0.5), ("rank", 0.2), ("max", 0.5)])
 def test_pairs_are_kept_by_both_ranks(how: str, weight: float) -> None:
-    found = kept(f"mix(knorm:0.5; keydiff):how={how},weight={weight}")
-    for keys, ours in zip(full_keys(), found, strict=True):
+    kept_heads = kept(f"mix(knorm:0.5; keydiff):how={how},weight={weight}")
+    for keys, kept_pairs in zip(full_keys(), kept_heads, strict=True):
         norm = -keys.norm(dim=1)
         anchor = torch.nn.functional.normalize(keys, dim=1).mean(dim=0)
         away = -torch.nn.functional.cosine_similarity(keys, anchor[None], dim=1)
-        one, two = (score.argsort().argsort().double() for score in (norm, away))
-        score = torch.maximum(one, two) if how == "max" else weight * one + (1 - weight) * two
+        norm_rank, away_rank = (score.argsort().argsort().double() for score in (norm, away))
+        score = torch.maximum(norm_rank, away_rank) if how == "max" else weight * norm_rank + (1 - weight) * away_rank
         # Equal scores may be decided either way; all that are better than the worst one kept are kept.
-        least = score[ours].min()
-        assert len(ours) == LENGTH // 2
-        assert {i for i in range(LENGTH) if score[i] > least + 1e-6} <= set(ours)
+        lowest = score[kept_pairs].min()
+        assert len(kept_pairs) == LENGTH // 2
+        assert {i for i in range(LENGTH) if score[i] > lowest + 1e-6} <= set(kept_pairs)
 
 
 def test_all_weight_on_one_is_that_one() -> None:
@@ -50,7 +50,7 @@ def test_all_weight_on_one_is_that_one() -> None:
     assert kept("mix(keydiff:0.5; knorm):weight=0.0") == kept("knorm:0.5")
 
 
-def test_what_either_protects_stays() -> None:
+def test_pairs_protected_by_either_press_stay() -> None:
     for head in kept("mix(knorm:0.8; leverage_score:n_sink=3)"):
         assert head[:3] == [0, 1, 2]
 
@@ -66,6 +66,6 @@ def test_what_either_protects_stays() -> None:
         ("mix(knorm:0.5)", "needs|missing"),
     ],
 )
-def test_what_cannot_be_mixed_is_refused(spec: str, words: str) -> None:
+def test_presses_that_cannot_be_mixed_are_refused(spec: str, words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         kvpress.get_press(spec)

@@ -22,14 +22,14 @@ SIZE = 8
 
 def rotated_queries(model: Any, ids: Tensor) -> dict[int, Any]:
     """Queries `[Hq, n, D]` of one row as attention gets them, and how it forms logits, by layer."""
-    found = {}
+    by_layer = {}
 
     def look(call: LayerCall) -> None:
-        found[call.layer.module.layer_idx] = (call.queries[0], call.logits, call.sinks)
+        by_layer[call.layer.module.layer_idx] = (call.queries[0], call.logits, call.sinks)
 
     with Watching(look)(model):
         model(ids, use_cache=True)
-    return found
+    return by_layer
 
 
 def brute_force(model: Any, ids: Tensor, scale: float | None = None, between: slice = slice(None)) -> dict[int, Tensor]:
@@ -67,13 +67,15 @@ def test_every_chunk_is_read_in_both_directions(
     )
     model = tiny_model(family, "eager")
     ids, mask = padded_batch([37, 21])
-    found = scored(model, kvpress.NonCausalAttnPress(0.5, chunk_size=SIZE), ids, mask, prefill_chunk_size=chunk)
+    views_by_layer = scored(
+        model, kvpress.NonCausalAttnPress(0.5, chunk_size=SIZE), ids, mask, prefill_chunk_size=chunk
+    )
     for row, length in enumerate((37, 21)):
         expected = brute_force(model, ids[row : row + 1, -length:])
         assert list(expected) == full_layers(model)
-        for layer, scores in zip(expected.values(), found.values(), strict=True):
-            ours = next(part[view.rows.index(row)] for view, part in scores if row in view.rows)
-            torch.testing.assert_close(ours.double(), layer, atol=1e-4, rtol=1e-4)
+        for layer, scores in zip(expected.values(), views_by_layer.values(), strict=True):
+            actual = next(view_scores[view.rows.index(row)] for view, view_scores in scores if row in view.rows)
+            torch.testing.assert_close(actual.double(), layer, atol=1e-4, rtol=1e-4)
 
 
 def test_a_query_is_spread_over_its_chunk_once() -> None:
@@ -92,7 +94,7 @@ def test_pairs_of_earlier_turns_count_as_average() -> None:
     recorded = Recorded(press)
     with recorded(model):
         model(tokens(1, 11, seed=1), past_key_values=cache)
-    view, scores = recorded.found[0]
+    view, scores = recorded.views[0]
     mass = view.side[ChunkMass(SIZE).sides[0]]
     assert bool((mass[..., :kept] == 0).all())
     torch.testing.assert_close(mass[..., kept:].sum(dim=2), torch.full((1, 2), 11.0))
@@ -124,10 +126,10 @@ def test_configuration() -> None:
 def test_a_scale_takes_the_place_of_the_models(scale: float) -> None:
     model, ids = tiny_model("granite"), tokens(1, 21)
     expected = brute_force(model, ids, scale)
-    found = scored(model, kvpress.NonCausalAttnPress(0.5, chunk_size=SIZE, scale=scale), ids)
+    views_by_layer = scored(model, kvpress.NonCausalAttnPress(0.5, chunk_size=SIZE, scale=scale), ids)
     for layer, scores in expected.items():
-        ((_, own),) = found[layer]
-        torch.testing.assert_close(own[0].double(), scores, atol=1e-4, rtol=1e-4)
+        ((_, actual),) = views_by_layer[layer]
+        torch.testing.assert_close(actual[0].double(), scores, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("scale", "error"), [(0, ValueError), (-1.0, ValueError), ("1", TypeError), (True, TypeError)])

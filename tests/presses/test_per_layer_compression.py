@@ -25,15 +25,15 @@ def test_every_layer_keeps_its_own_share(family: str, inner: str, padded: bool) 
     lengths = [40, 26] if padded else [40, 40]
     ids, mask = padded_batch(lengths) if padded else (tokens(2, 40), None)
     press = PerLayerCompressionPress(kvpress.get_press(inner), RATIOS[family])
-    found, expected, cache = decode_both(model, press, ids, mask)
-    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+    actual, expected, cache = decode_both(model, press, ids, mask)
+    torch.testing.assert_close(actual, expected, atol=2e-4, rtol=1e-4)
     for layer, ratio in zip(full_layers(model), RATIOS[family], strict=True):
         for row, length in zip(kvpress.kept_positions(cache)[layer], lengths, strict=True):
             assert sum(int((head < 40).sum()) for head in row) == 2 * int(length * (1 - ratio))
     assert press == PerLayerCompressionPress(kvpress.get_press(inner), RATIOS[family])
 
 
-def test_each_layer_keeps_what_the_press_keeps_at_its_ratio() -> None:
+def test_each_layer_keeps_the_pairs_of_the_press_at_its_ratio() -> None:
     model, (ids, mask) = tiny_model("llama"), padded_batch([40, 26])
 
     def kept(press: Any, chunk: int | None = None) -> list[Any]:
@@ -93,10 +93,10 @@ def test_a_target_while_decoding_leaves_nothing_to_set() -> None:
 
 
 @pytest.mark.parametrize("inner", [KnormPress(), kvpress.SnapKVPress(window_size=4), kvpress.AdaKVPress(KnormPress())])
-@pytest.mark.parametrize("beside", ["none", "kivi:bits=4,group_size=4,residual_length=4", "quest:budget=8,page_size=4"])
-def test_a_ratio_of_one_leaves_nothing_of_the_prompt(inner: Any, beside: str) -> None:
+@pytest.mark.parametrize("suffix", ["none", "kivi:bits=4,group_size=4,residual_length=4", "quest:budget=8,page_size=4"])
+def test_a_ratio_of_one_leaves_nothing_of_the_prompt(inner: Any, suffix: str) -> None:
     model = tiny_model("llama")
-    press = PerLayerCompressionPress(inner, [0.1, 1, 1.0]) + kvpress.get_press(beside)
+    press = PerLayerCompressionPress(inner, [0.1, 1, 1.0]) + kvpress.get_press(suffix)
     with press(model) as session:
         model.generate(tokens(2, 20), max_new_tokens=9, do_sample=False)
     assert [sum(layer.store.stored()) for layer in session.cache.layers] == [4 * 26, 4 * 8, 4 * 8]

@@ -36,15 +36,21 @@ def test_lagkv_compares_each_lag_with_the_next(cross: bool) -> None:
     for head in range(2):
         for number in range(lags - 1):
             start = sinks + number * lag
-            here, after = slice(start, start + lag), slice(start + lag, start + 2 * lag)
-            worth = sum(lag_worth(each[0, head, here], each[0, head, after]) for each in (view.keys, view.values)) / 2
-            found = scores[0, head, here]
-            assert torch.equal(found.argsort(), worth.argsort())
+            current, next_lag = slice(start, start + lag), slice(start + lag, start + 2 * lag)
+            worth = (
+                sum(
+                    lag_worth(tensor[0, head, current], tensor[0, head, next_lag])
+                    for tensor in (view.keys, view.values)
+                )
+                / 2
+            )
+            actual = scores[0, head, current]
+            assert torch.equal(actual.argsort(), worth.argsort())
             expected = worth if cross else worth.argsort().argsort() / lag
-            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
-        rest = scores[0, head, sinks + (lags - 1) * lag :]
-        assert bool((rest > 1).all())
-        assert bool((rest.diff() > 0).all())
+            torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
+        newest = scores[0, head, sinks + (lags - 1) * lag :]
+        assert bool((newest > 1).all())
+        assert bool((newest.diff() > 0).all())
         assert bool(scores[0, head, :sinks].isposinf().all())
 
 
@@ -89,8 +95,8 @@ def test_cur_is_the_share_of_squared_norms(kind: str, local: bool) -> None:
 
 def test_random_projections_are_the_same_in_every_run() -> None:
     press = kvpress.CURPress(0.5, use_random_leverage=True)
-    (_, one), (_, two) = (one_view(tiny_model("llama"), press, tokens(1, 40)) for _ in range(2))
-    assert torch.equal(one, two)
+    (_, first_scores), (_, second_scores) = (one_view(tiny_model("llama"), press, tokens(1, 40)) for _ in range(2))
+    assert torch.equal(first_scores, second_scores)
 
 
 def test_cap_scores_by_the_capacity_of_values() -> None:

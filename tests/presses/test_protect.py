@@ -56,23 +56,25 @@ def turn(role: str, *parts: str | int) -> tuple[str | int, ...]:
 
 def kept(cache: Any, mask: Tensor | None = None) -> list[list[list[set[int]]]]:
     """Positions of kept pairs by layer, row and head, padding not counted."""
-    held = positions(cache)
-    pads = [0] * len(held[-1]) if mask is None else (1 - mask).sum(dim=1).tolist()
-    return [[[{at - pads[row] for at in head} for head in heads] for row, heads in enumerate(layer)] for layer in held]
+    kept_pairs = positions(cache)
+    pads = [0] * len(kept_pairs[-1]) if mask is None else (1 - mask).sum(dim=1).tolist()
+    return [
+        [[{at - pads[row] for at in head} for head in heads] for row, heads in enumerate(layer)] for layer in kept_pairs
+    ]
 
 
 def assert_kept(cache: Any, spared: list[set[int]], mask: Tensor | None = None) -> None:
     for layer in kept(cache, mask):
-        for heads, own in zip(layer, spared, strict=True):
-            assert all(own <= head for head in heads)
+        for heads, row_spared in zip(layer, spared, strict=True):
+            assert all(row_spared <= head for head in heads)
 
 
 @pytest.mark.parametrize("spec", [spec for spec in EVICTING if not spec.startswith("protect")])
 def test_no_press_takes_a_protected_pair_and_amounts_count_them(spec: str) -> None:
     model, press = tiny_model("llama"), kvpress.get_press(spec)
     ids, mask = padded_batch([44, 26])
-    found, plain = prefill(model, press.protect(RANGES), ids, mask), prefill(model, press, ids, mask)
-    assert_kept(found, [SPARED, SPARED], mask)
+    protected, plain = prefill(model, press.protect(RANGES), ids, mask), prefill(model, press, ids, mask)
+    assert_kept(protected, [SPARED, SPARED], mask)
     assert any(not head >= SPARED for layer in kept(plain, mask) for row in layer for head in row) or "sim" in spec
     step = press.recipe().evictions[0]
     if (
@@ -81,8 +83,10 @@ def test_no_press_takes_a_protected_pair_and_amounts_count_them(spec: str) -> No
         and step.allocator.scope == "layer"
         and not step.allocator.by_layer
     ):
-        sizes, before = ([[sum(map(len, row)) for row in layer] for layer in kept(cache)] for cache in (found, plain))
-        assert sizes == before
+        sizes, plain_sizes = (
+            [[sum(map(len, row)) for row in layer] for layer in kept(cache)] for cache in (protected, plain)
+        )
+        assert sizes == plain_sizes
 
 
 PHASES = [
@@ -131,10 +135,10 @@ def test_a_span_is_protected_from_all_parts_and_inside_wrappers(place: str) -> N
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "phi3", "gpt_oss"])
-def test_what_is_left_is_what_attention_reads(family: str) -> None:
+def test_attention_reads_the_kept_pairs(family: str) -> None:
     model, press = tiny_model(family, "eager"), kvpress.get_press("protect(adakv(knorm:0.6)):tokens=3:7 10:12")
-    found, expected, _ = decode_both(model, press, *padded_batch([40, 26]))
-    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+    actual, expected, _ = decode_both(model, press, *padded_batch([40, 26]))
+    torch.testing.assert_close(actual, expected, atol=2e-4, rtol=1e-4)
 
 
 def test_the_rest_of_the_budget_goes_to_the_best_of_the_others() -> None:
@@ -147,9 +151,9 @@ def test_the_rest_of_the_budget_goes_to_the_best_of_the_others() -> None:
         others = [at for at in range(30) if at not in SPARED]
         best = norms[..., others].sort(dim=-1).values[..., : 14 - len(SPARED)]
         for row, heads in enumerate(layer):
-            for head, found in enumerate(heads):
-                assert len(found) == 14
-                torch.testing.assert_close(norms[row, head, sorted(found - SPARED)].sort().values, best[row, head])
+            for head, kept_pairs in enumerate(heads):
+                assert len(kept_pairs) == 14
+                torch.testing.assert_close(norms[row, head, sorted(kept_pairs - SPARED)].sort().values, best[row, head])
 
 
 CHAT = (
@@ -179,13 +183,13 @@ def test_roles_tags_and_the_last_turn_are_found_in_ids(
         cache = prefill(tiny_model("llama"), press, ids, mask)
     assert_kept(cache, spared, mask)
     length = [row.shape[1] for row in CHAT]
-    for heads, own, n in zip(kept(cache, mask)[0], spared, length, strict=True):
+    for heads, row_spared, n in zip(kept(cache, mask)[0], spared, length, strict=True):
         budget = int(n * 0.6)
-        newest = [at for at in reversed(range(n)) if at not in own][: max(0, budget - len(own))]
-        assert heads[0] == own | set(newest)
+        newest = [at for at in reversed(range(n)) if at not in row_spared][: max(0, budget - len(row_spared))]
+        assert heads[0] == row_spared | set(newest)
 
 
-def test_rows_of_a_batch_protect_what_they_would_alone() -> None:
+def test_rows_of_a_batch_protect_the_same_pairs_as_alone() -> None:
     model, (ids, mask) = tiny_model("llama"), batch_of(*CHAT)
     press = kvpress.SnapKVPress(0.5, window_size=4).protect(roles=["system"], last=["user"], tokenizer=Words())
     together = kept(prefill(model, press, ids, mask), mask)
@@ -206,7 +210,7 @@ def test_the_last_turn_is_the_newest_one_and_lets_the_one_before_go() -> None:
 
 
 def test_tags_are_found_across_passes_copies_beams_and_cropping() -> None:
-    """Ids come one by one, are cropped, copied and reordered; what is found is what is found in all of them at once."""
+    """Ids arrive one by one, are cropped, copied and reordered; the same spans are found as in all ids at once."""
     model, words = tiny_model("llama"), Words()
     ids = ids_of(3, "<docs>", 4, "</docs>", 12)
     press = kvpress.get_press("decoding(streaming_llm:n_sink=0):compression_interval=30,target_size=16")
@@ -256,7 +260,7 @@ def test_a_budget_of_everything_leaves_every_layer_whole() -> None:
     assert [layer.store.stored() for layer in session.cache.layers] == [[37, 37]] * 3
 
 
-def test_one_reading_for_several_presses_protects_what_each_would_alone() -> None:
+def test_one_reading_for_several_presses_protects_the_pairs_of_each() -> None:
     model, (ids, mask) = tiny_model("llama"), batch_of(*CHAT)
     presses = [
         kvpress.KnormPress(0.5).protect(**how, tokenizer=Words()) for how in ({"roles": ["system"]}, {"last": ["user"]})
@@ -286,9 +290,9 @@ def test_tags_are_found_on_models_of_several_kinds_of_layers(family: str, spec: 
     ids, mask = batch_of(ids_of(5, "<docs>", 6, "</docs>", 30), ids_of(3, "<docs>", 4, "</docs>", 20))
     with kvpress.get_press(spec).protect(tags=[("<docs>", "</docs>")], tokenizer=Words())(model):
         cache = generate(model, ids, mask, max_new_tokens=4).past_key_values
-    found = kept(cache, mask)
+    kept_pairs = kept(cache, mask)
     for layer in layers:
-        for heads, spared in zip(found[layer], (range(5, 17), range(3, 13)), strict=True):
+        for heads, spared in zip(kept_pairs[layer], (range(5, 17), range(3, 13)), strict=True):
             assert all(set(spared) <= head for head in heads)
     report = kvpress.memory_report(cache)
     assert report.kept < report.seen
@@ -342,7 +346,7 @@ def test_bad_spans_are_refused_by_name(named: dict[str, Any], words: list[str]) 
     refused(tiny_model("llama"), lambda: kvpress.KnormPress(0.5).protect(**named), ValueError, *words)
 
 
-def test_what_cannot_be_protected_is_refused_before_the_model_runs() -> None:
+def test_impossible_protection_is_refused_before_the_model_runs() -> None:
     model = tiny_model("llama")
 
     def read(press: Any, **inputs: Any) -> None:
@@ -361,9 +365,14 @@ def test_what_cannot_be_protected_is_refused_before_the_model_runs() -> None:
     plain = DynamicCache(config=model.config)
     model(ids, past_key_values=plain)
     refused(model, lambda: read(by_role, input_ids=ids, past_key_values=plain), ValueError, "40 tokens", "ids of 0")
-    bare = Words()
-    bare.chat_template = None
-    refused(model, lambda: kvpress.KnormPress(0.5).protect(roles="user", tokenizer=bare), ValueError, "chat_template")
+    without_template = Words()
+    without_template.chat_template = None
+    refused(
+        model,
+        lambda: kvpress.KnormPress(0.5).protect(roles="user", tokenizer=without_template),
+        ValueError,
+        "chat_template",
+    )
     refused(model, lambda: kvpress.KIVIPress(4).protect([(0, 4)]), TypeError, "evicts nothing")
 
 

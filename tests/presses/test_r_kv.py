@@ -20,7 +20,7 @@ LENGTH, WINDOW = 40, 6
 
 
 def redundancy(keys: Tensor, similarity: float) -> Tensor:
-    """One head `[n, D]`, pair by pair: the newest that repeats a key is not charged for it."""
+    """Redundancy of one head's keys `[n, D]`, pair by pair; the newest copy of a key is not charged."""
     n = len(keys)
     charged = torch.zeros(n, n, dtype=torch.float64)
     for i in range(n):
@@ -38,16 +38,16 @@ def test_scores_are_importance_less_redundancy(family: str) -> None:
     layer = len(model.model.layers) - 1
     view, scores = one_view(model, press, ids, layer)
     paid = weights(model, ids)[layer][0, :, -WINDOW:, :-WINDOW].double()
-    asked: dict[int, Tensor] = {}
-    with Watching(lambda call: asked.__setitem__(call.layer.index, call.queries[0, :, -WINDOW:].double()))(model):
+    queries: dict[int, Tensor] = {}
+    with Watching(lambda call: queries.__setitem__(call.layer.index, call.queries[0, :, -WINDOW:].double()))(model):
         model(ids)
     older, groups = LENGTH - WINDOW, paid.shape[0] // 2
     for head in range(2):
         keys, group = view.keys[0, head].double(), slice(head * groups, (head + 1) * groups)
-        logits = asked[layer][group] @ keys[:older].T * view.call.logits.scale
-        # They differ from the logarithms of the model's own weights by a number for each query.
-        apart = logits - paid[group].log()
-        torch.testing.assert_close(apart, apart[..., :1].expand_as(apart), atol=1e-3, rtol=1e-3)
+        logits = queries[layer][group] @ keys[:older].T * view.call.logits.scale
+        # Logits equal the logarithms of the model's weights up to a constant for each query.
+        offsets = logits - paid[group].log()
+        torch.testing.assert_close(offsets, offsets[..., :1].expand_as(offsets), atol=1e-3, rtol=1e-3)
         importance = logits.amax(dim=0).softmax(dim=-1).mean(dim=0)
         pooled = torch.stack([importance[max(0, t - 1) : t + 2].max() for t in range(older)])
         expected = 0.4 * pooled - 0.6 * redundancy(keys, 0.1)[:older]
@@ -59,15 +59,15 @@ def test_scores_are_importance_less_redundancy(family: str) -> None:
 
 def test_of_repeated_keys_the_newest_stays() -> None:
     keys = torch.eye(6)[[0, 1, 0, 2, 0, 3]][None]
-    found = RKVPress(0.5).redundancy(keys)[0]
-    assert found[0] > found[2] > found[4] == found[1] == found[3] == found[5]
+    redundancies = RKVPress(0.5).redundancy(keys)[0]
+    assert redundancies[0] > redundancies[2] > redundancies[4] == redundancies[1] == redundancies[3] == redundancies[5]
 
 
 def test_blocks_of_cosines_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = torch.randn(3, 50, 8, generator=torch.Generator().manual_seed(0))
-    whole = RKVPress(similarity=0.3).redundancy(keys)
+    unblocked = RKVPress(similarity=0.3).redundancy(keys)
     monkeypatch.setattr(attention, "BLOCK_BYTES", 12 * 3 * 50 * 7)
-    torch.testing.assert_close(RKVPress(similarity=0.3).redundancy(keys), whole)
+    torch.testing.assert_close(RKVPress(similarity=0.3).redundancy(keys), unblocked)
 
 
 def test_thoughts_are_cut_while_they_are_written() -> None:

@@ -21,7 +21,7 @@ LENGTH = 70
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3_text", "gpt_oss"])
 @pytest.mark.parametrize("press", ["refit(adakv(knorm:0.6)):ridge=1", "refit(sample(knorm:0.8)):ridge=4"])
 def test_values_are_the_least_squares(family: str, press: str) -> None:
-    """More queries than pairs and fewer, equal and uneven heads, weights, sliding layers beside and sinks."""
+    """Cover more and fewer queries than pairs, equal and ragged heads, log-weights, sliding layers and sinks."""
     model, ids, ridge = tiny_model(family, "eager"), tokens(2, LENGTH), float(press[-1])
     cache = read(model, press, ids)
     for layer in full_layers(model):
@@ -52,25 +52,25 @@ def test_logit_weights_are_solved_for_first() -> None:
 
 
 def test_values_are_solved_for_on_the_keys_that_a_codec_leaves() -> None:
-    """Keys of 2 bits, values of 8: what is read of the values is what these keys ask for, and not what whole keys would."""
+    """Keys of 2 bits, values of 8: the stored values are solved for with the decoded keys, not with the exact ones."""
     model, ids = tiny_model("llama"), tokens(2, LENGTH)
     cache = read(model, "refit(knorm:0.5):ridge=1 + kivi:bits=(2,8),group_size=8,residual_length=3", ids)
     assert cache.layers[1].store.segments
     for head, (slots, keys, values, _) in zip(heads(model, ids, 1), stored(cache, 1), strict=True):
-        whole = head.keys[slots]
-        assert not torch.allclose(keys.double(), whole, atol=0.1)
+        exact_keys = head.keys[slots]
+        assert not torch.allclose(keys.double(), exact_keys, atol=0.1)
         step = float(values.max() - values.min()) / 255
         assert torch.allclose(values.double(), head.refitted(keys, head.values[slots], 1.0), atol=step)
-        assert not torch.allclose(values.double(), head.refitted(whole, head.values[slots], 1.0), atol=8 * step)
+        assert not torch.allclose(values.double(), head.refitted(exact_keys, head.values[slots], 1.0), atol=8 * step)
 
 
 def test_queries_of_a_second_reading() -> None:
-    """Each is the query of the token when the prompt stands before it once more."""
+    """Queries are those of the prompt's second reading, behind its first."""
     model, ids = tiny_model("llama"), tokens(1, 40)
     cache = read(model, "refit(knorm:0.5):queries=repeat,ridge=1", ids)
-    asked = projected(model, torch.cat([ids, ids], dim=1), 2)["turned_q"][0, :, 40:].double()
+    queries = projected(model, torch.cat([ids, ids], dim=1), 2)["turned_q"][0, :, 40:].double()
     for n, (head, (slots, keys, values, _)) in enumerate(zip(heads(model, ids, 2), stored(cache, 2), strict=True)):
-        head.queries = asked[2 * n : 2 * n + 2].flatten(0, 1)
+        head.queries = queries[2 * n : 2 * n + 2].flatten(0, 1)
         expected = head.refitted(keys, head.values[slots], 1.0)
         assert torch.allclose(values.double(), expected, atol=2e-4 * float(head.values.abs().max()))
 
@@ -82,23 +82,23 @@ def test_a_row_of_a_padded_batch_gets_the_values_of_that_row_alone(queries: str)
     together = stored(read(model, press, ids, mask), 2)
     for row, length in enumerate([60, 37, 52]):
         alone = stored(read(model, press, ids[row : row + 1, -length:]), 2)
-        for one, other in zip(together[2 * row : 2 * row + 2], alone, strict=True):
-            assert torch.equal(one[0] - (60 - length), other[0])
-            assert torch.allclose(one[2], other[2], atol=0.03 * float(other[2].abs().max()))
+        for batch_stream, alone_stream in zip(together[2 * row : 2 * row + 2], alone, strict=True):
+            assert torch.equal(batch_stream[0] - (60 - length), alone_stream[0])
+            assert torch.allclose(batch_stream[2], alone_stream[2], atol=0.03 * float(alone_stream[2].abs().max()))
 
 
 def test_chunks_and_small_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = tiny_model("llama"), tokens(2, LENGTH)
     press = "refit(knorm:0.6):ridge=1,weights=true,tokens=48"
-    whole = read(model, press, ids)
+    unblocked = read(model, press, ids)
     with kvpress.get_press(press)(model) as session:
         generate(model, ids, max_new_tokens=1, prefill_chunk_size=16)
     monkeypatch.setattr(attention, "BLOCK_BYTES", 4 * 300)
     for cache in (session.cache, read(model, press, ids)):
-        for one, other in zip(stored(whole, 1), stored(cache, 1), strict=True):
-            assert torch.equal(one[0], other[0])
-            assert torch.allclose(one[2], other[2], atol=1e-3)
-            assert torch.allclose(one[3], other[3], atol=4e-3)
+        for expected, actual in zip(stored(unblocked, 1), stored(cache, 1), strict=True):
+            assert torch.equal(expected[0], actual[0])
+            assert torch.allclose(expected[2], actual[2], atol=1e-3)
+            assert torch.allclose(expected[3], actual[3], atol=4e-3)
 
 
 @pytest.mark.parametrize("codec", ["", " + kivi:bits=4,group_size=4,residual_length=4"])
@@ -109,7 +109,7 @@ def test_a_later_turn_solves_for_its_own_pairs_alone(codec: str) -> None:
     read(model, press, tokens(1, 40, seed=5), cache=cache)
     plain = read(model, f"knorm:0.5{codec}", tokens(1, 60))
     read(model, f"knorm:0.5{codec}", tokens(1, 40, seed=5), cache=plain)
-    for old, new, other in zip(before, stored(cache, 1), stored(plain, 1), strict=True):
+    for old, new, unfitted in zip(before, stored(cache, 1), stored(plain, 1), strict=True):
         earlier = {int(slot): (value, weight) for slot, value, weight in zip(old[0], old[2], old[3], strict=True)}
         kept = [at for at, slot in enumerate(new[0].tolist()) if slot < 60]
         half_a_step = float(old[2].abs().max()) / 15 * 1.01  # of 4 bits, where a group has the largest range
@@ -118,17 +118,19 @@ def test_a_later_turn_solves_for_its_own_pairs_alone(codec: str) -> None:
             value, weight = earlier[int(new[0][at])]
             assert torch.allclose(new[2][at], value, rtol=0, atol=half_a_step if codec else 0)
             assert new[3][at] == weight
-        fresh = new[0] >= 60
-        assert not torch.allclose(new[2][fresh], other[2][other[0] >= 60], atol=0.05)
+        is_new = new[0] >= 60
+        assert not torch.allclose(new[2][is_new], unfitted[2][unfitted[0] >= 60], atol=0.05)
 
 
-def test_copies_keep_what_they_held() -> None:
+def test_copies_keep_their_values() -> None:
     model = tiny_model("llama")
     cache = read(model, "knorm:0.5", tokens(1, 60))
     twin = copy.deepcopy(cache)
-    held = [values.clone() for _, _, values, _ in stored(twin, 0)]
+    values_before = [values.clone() for _, _, values, _ in stored(twin, 0)]
     read(model, "refit(knorm:0.5)", tokens(1, 40, seed=5), cache=cache)
-    assert all(torch.equal(one, two) for one, (_, _, two, _) in zip(held, stored(twin, 0), strict=True))
+    assert all(
+        torch.equal(before, after) for before, (_, _, after, _) in zip(values_before, stored(twin, 0), strict=True)
+    )
 
 
 def test_bytes_do_not_change_but_for_weights() -> None:
@@ -141,7 +143,7 @@ def test_bytes_do_not_change_but_for_weights() -> None:
     assert weighed.total_bytes - plain.total_bytes == 2 * 3 * 2 * 2 * 40  # bytes, layers, rows, heads, pairs
 
 
-def test_what_keeps_all_pairs_changes_nothing() -> None:
+def test_keeping_all_pairs_changes_nothing() -> None:
     model, ids = tiny_model("llama"), tokens(1, 30)
     cache = read(model, "refit(knorm:budget=30)", ids)
     full = read(model, "none", ids)
@@ -156,14 +158,14 @@ def test_outputs_come_closer_to_those_of_all_pairs() -> None:
     context, following = ids[:, :-64], ids[:, -64:]
     full = read(model, "none", context)
     with torch.no_grad():
-        wanted = model(following, past_key_values=full).logits.float().log_softmax(-1)
-    lost = {}
+        expected = model(following, past_key_values=full).logits.float().log_softmax(-1)
+    losses = {}
     for spec in ("leverage_score:0.9", "refit(leverage_score:0.9)"):
         cache = read(model, spec, context)
         with torch.no_grad(), kvpress.reading(model):
-            found = model(following, past_key_values=cache).logits.float().log_softmax(-1)
-        lost[spec] = float((wanted.exp() * (wanted - found)).sum(-1).mean())
-    assert lost["refit(leverage_score:0.9)"] < 0.9 * lost["leverage_score:0.9"]
+            actual = model(following, past_key_values=cache).logits.float().log_softmax(-1)
+        losses[spec] = float((expected.exp() * (expected - actual)).sum(-1).mean())
+    assert losses["refit(leverage_score:0.9)"] < 0.9 * losses["leverage_score:0.9"]
 
 
 @pytest.mark.parametrize(
@@ -180,7 +182,7 @@ def test_outputs_come_closer_to_those_of_all_pairs() -> None:
         ("refit(budgeted(knorm):smaller=10)", "needs a press that scores"),
     ],
 )
-def test_what_would_undo_it_is_refused(spec: str, words: str) -> None:
+def test_unsuitable_compositions_are_refused(spec: str, words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         kvpress.get_press(spec)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RestoreKV against a model whose weights were adapted by hand, and what its pairs may not disturb."""
+"""RestoreKV against a model whose weights were adapted by hand; its pairs leave all other ones unchanged."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ FAMILIES = ["llama", "qwen3", "phi3", "gemma3_text", "gpt_oss"]
 
 def linears(model: Any) -> dict[str, Any]:
     """The linear layers of a decoder by name, attention and MLP."""
-    found = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and ".layers." in name}
-    return {name: m for name, m in found.items() if "router" not in name}
+    modules = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and ".layers." in name}
+    return {name: m for name, m in modules.items() if "router" not in name}
 
 
 def learn(folder: Path, model: Any, seed: int = 3, **config: Any) -> str:
@@ -50,8 +50,8 @@ def learn(folder: Path, model: Any, seed: int = 3, **config: Any) -> str:
         weights[f"base_model.model.{name}.lora_A.weight"] = random(RANK, layer.in_features)
         weights[f"base_model.model.{name}.lora_B.weight"] = random(layer.out_features, RANK)
     save_file(weights, folder / "adapter_model.safetensors")
-    made = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "bias": "none", **config}
-    (folder / "adapter_config.json").write_text(json.dumps(made))
+    settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "bias": "none", **config}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
     return str(folder)
 
 
@@ -61,9 +61,9 @@ def press_of(folder: str, ratio: float = 0.5, **settings: Any) -> RestoreKVPress
 
 def adapted(model: Any, folder: str) -> Any:
     """A copy of a model with the adapter added to its weights."""
-    twin, found = copy.deepcopy(model), load_file(Path(folder) / "adapter_model.safetensors")
+    twin, weights = copy.deepcopy(model), load_file(Path(folder) / "adapter_model.safetensors")
     for name, layer in linears(twin).items():
-        a, b = (found[f"base_model.model.{name}.lora_{side}.weight"] for side in "AB")
+        a, b = (weights[f"base_model.model.{name}.lora_{side}.weight"] for side in "AB")
         layer.weight.data += ALPHA / RANK * b @ a
     return twin
 
@@ -96,16 +96,16 @@ def test_pairs_are_those_of_the_adapted_model_behind_the_prompt(family: str, tmp
         load_file(tmp_path / "restore_embeddings.safetensors")["restore_embeddings"],
     )
     for row, length in enumerate([40, 29]):
-        # Distances alone decide what is read, so that all of it n places earlier gives the keys that are wanted.
+        # Attention depends on distances only, so the same reading `COUNT` positions earlier gives the expected keys.
         stock, at = DynamicCache(config=model.config), torch.arange(length + COUNT)[None] - COUNT
         model(ids[row : row + 1, -length:], past_key_values=stock, position_ids=at[:, :length])
         twin.model(inputs_embeds=embeddings[None], past_key_values=stock, position_ids=at[:, length:])
         for layer in full_layers(model):
-            known = stock.layers[layer]
-            for head in range(known.keys.shape[1]):
+            expected = stock.layers[layer]
+            for head in range(expected.keys.shape[1]):
                 keys, values = pairs_of_no_token(cache, layer, row, head)
-                torch.testing.assert_close(keys, known.keys[0, head, -COUNT:], atol=1e-4, rtol=1e-4)
-                torch.testing.assert_close(values, known.values[0, head, -COUNT:], atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(keys, expected.keys[0, head, -COUNT:], atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(values, expected.values[0, head, -COUNT:], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
@@ -113,12 +113,12 @@ def test_pairs_are_those_of_the_adapted_model_behind_the_prompt(family: str, tmp
 def test_the_budget_is_that_of_kvzip_and_pays_for_the_learned_pairs(layerwise: bool, tmp_path: Path) -> None:
     model, ids = tiny_model("llama"), tokens(2, 40)
     folder = learn(tmp_path, model)
-    found = positions(prefill(model, press_of(folder, 0.4, layerwise=layerwise), ids))
+    kept = positions(prefill(model, press_of(folder, 0.4, layerwise=layerwise), ids))
     base = kvpress.KVzipPress(1 - (24 - COUNT) / 40, layerwise, repeat_prompt="")
     expected = positions(prefill(model, base, ids))
-    assert found == [[[[-1] * COUNT + head for head in row] for row in layer] for layer in expected]
+    assert kept == [[[[-1] * COUNT + head for head in row] for row in layer] for layer in expected]
     for row in range(2):
-        assert sum(len(head) for layer in found for head in layer[row]) == 24 * sum(len(layer[row]) for layer in found)
+        assert sum(len(head) for layer in kept for head in layer[row]) == 24 * sum(len(layer[row]) for layer in kept)
 
 
 @pytest.mark.parametrize("spec", ["{}", "{} + kivi:bits=4,group_size=4,residual_length=4", "protect({}):tokens=9:12"])
@@ -128,17 +128,17 @@ def test_rows_of_a_padded_batch_are_those_rows_alone(spec: str, tmp_path: Path) 
     press = kvpress.get_press(spec.format(f"restorekv:0.5,repeat_prompt=,adapter={learn(tmp_path, model)}"))
     ids, mask = padded_batch([41, 28])
     with press(model) as session:
-        whole = generate(model, ids, mask, output_logits=True)
-        held = positions(session.cache)
+        together = generate(model, ids, mask, output_logits=True)
+        kept = positions(session.cache)
     for row, length in enumerate([41, 28]):
         with press(model) as session:
             alone = generate(model, ids[row : row + 1, -length:], output_logits=True)
             pads = 41 - length
-            assert [[unpadded(head, pads) for head in layer[row]] for layer in held] == [
+            assert [[unpadded(head, pads) for head in layer[row]] for layer in kept] == [
                 layer[0] for layer in positions(session.cache)
             ]
         torch.testing.assert_close(
-            torch.stack(whole.logits)[:, row], torch.stack(alone.logits)[:, 0], atol=1e-4, rtol=1e-4
+            torch.stack(together.logits)[:, row], torch.stack(alone.logits)[:, 0], atol=1e-4, rtol=1e-4
         )
 
 
@@ -151,17 +151,17 @@ def test_later_turns_add_their_own_and_files_keep_them(tmp_path: Path) -> None:
             model(tokens(1, 30, seed=turn), past_key_values=cache)
     for layer in positions(cache):
         assert all(head[: 3 * COUNT] == [-1] * 3 * COUNT and min(head[3 * COUNT :]) >= 0 for head in layer[0])
-    held = [sum(len(head) for head in layer[0]) / len(layer[0]) for layer in positions(cache)]
-    assert sum(held) / len(held) == 45
+    mean_counts = [sum(len(head) for head in layer[0]) / len(layer[0]) for layer in positions(cache)]
+    assert sum(mean_counts) / len(mean_counts) == 45
     kvpress.save(cache, tmp_path / "cache.kv", model, press)
-    again = kvpress.load(tmp_path / "cache.kv", model)
+    loaded = kvpress.load(tmp_path / "cache.kv", model)
     with kvpress.reading(model):
-        logits = [model(tokens(1, 5, seed=9), past_key_values=each).logits for each in (cache, again)]
+        logits = [model(tokens(1, 5, seed=9), past_key_values=stored_cache).logits for stored_cache in (cache, loaded)]
     torch.testing.assert_close(*logits)
 
 
 @torch.no_grad()
-def test_what_is_not_cut_gets_no_learned_pairs(tmp_path: Path) -> None:
+def test_rows_without_eviction_get_no_learned_pairs(tmp_path: Path) -> None:
     model = tiny_model("llama")
     folder = learn(tmp_path, model)
     ids, mask = padded_batch([40, 4])
@@ -170,8 +170,8 @@ def test_what_is_not_cut_gets_no_learned_pairs(tmp_path: Path) -> None:
     for layer in positions(session.cache):
         assert all(-1 not in head and len(head) == 4 for head in layer[1])
         assert all(head.count(-1) == COUNT for head in layer[0])
-    whole = positions(prefill(model, press_of(folder, 0.0), tokens(1, 20)))
-    assert whole == [[[list(range(20))] * 2]] * 3
+    kept = positions(prefill(model, press_of(folder, 0.0), tokens(1, 20)))
+    assert kept == [[[list(range(20))] * 2]] * 3
 
 
 @torch.no_grad()
@@ -179,13 +179,13 @@ def test_the_adapter_is_seen_by_its_own_thread_alone_and_taken_off(tmp_path: Pat
     model, ids = tiny_model("llama"), tokens(1, 12)
     folder = learn(tmp_path, model)
     adapter, plain = read_adapter(folder, ""), model(ids).logits
-    twin, found = adapted(model, folder), []
+    twin, logits = adapted(model, folder), []
     with adapter.added(model):
-        other = threading.Thread(target=lambda: found.append(torch.no_grad()(model)(ids).logits))
-        other.start()
-        other.join()
+        thread = threading.Thread(target=lambda: logits.append(torch.no_grad()(model)(ids).logits))
+        thread.start()
+        thread.join()
         torch.testing.assert_close(model(ids).logits, twin(ids).logits, atol=1e-4, rtol=1e-4)
-    assert torch.equal(found[0], plain)
+    assert torch.equal(logits[0], plain)
     assert torch.equal(model(ids).logits, plain)
 
 
@@ -194,7 +194,7 @@ def refused(model: Any, press: Any, error: type[Exception], message: str) -> Non
         generate(model, tokens(1, 40), max_new_tokens=1)
 
 
-def test_what_is_missing_or_foreign_is_named(tmp_path: Path) -> None:
+def test_missing_and_foreign_files_are_named(tmp_path: Path) -> None:
     model = tiny_model("llama")
     refused(model, RestoreKVPress(0.5, repeat_prompt=""), ValueError, "not loaded from a path")
     refused(model, press_of(str(tmp_path)), FileNotFoundError, r"no restore_embeddings\.safetensors in")
@@ -221,11 +221,11 @@ def test_what_is_missing_or_foreign_is_named(tmp_path: Path) -> None:
     refused(model, press_of(folder), ValueError, "no configuration of a LoRA adapter")
 
 
-def test_the_hub_is_asked_for_what_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+def test_the_published_repositories_are_requested_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = []
 
-    def download(place: str, name: str) -> str:
-        asked.append((place, name))
+    def download(repository: str, name: str) -> str:
+        requests.append((repository, name))
         raise OSError("no such repository")
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
@@ -237,14 +237,14 @@ def test_the_hub_is_asked_for_what_is_published(monkeypatch: pytest.MonkeyPatch)
             refused(model, press, FileNotFoundError, "higokri/RestoreKV-Model-8B")
     finally:
         model.config._name_or_path = ""
-    assert set(asked) == {
+    assert set(requests) == {
         (f"higokri/RestoreKV-Model-8B{end}", "restore_embeddings.safetensors") for end in ("", "_plus")
     }
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 @torch.no_grad()
-def test_tokens_that_follow_read_them_beside_what_stays(family: str, tmp_path: Path) -> None:
+def test_later_tokens_read_the_learned_pairs_and_the_kept_ones(family: str, tmp_path: Path) -> None:
     model = tiny_model(family, **({"implementation": "eager"} if family == "gpt_oss" else {}))
     press, ids, follow = press_of(learn(tmp_path, model)), tokens(2, 40), tokens(2, 5, seed=7)
     cache, stock = DynamicCache(config=model.config), DynamicCache(config=model.config)
@@ -253,13 +253,13 @@ def test_tokens_that_follow_read_them_beside_what_stays(family: str, tmp_path: P
     kept = [[[head[head >= 0] for head in row] for row in layer] for layer in kvpress.kept_positions(cache)]
     oracle = Beside(model, kept, copy.deepcopy(cache))
     with kvpress.reading(model):
-        found = model(follow, past_key_values=cache).logits
+        logits = model(follow, past_key_values=cache).logits
     model(ids, past_key_values=stock)
-    torch.testing.assert_close(found, oracle.logits(follow, stock, None, None), atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(logits, oracle.logits(follow, stock, None, None), atol=2e-4, rtol=2e-4)
 
 
 class Beside(Oracle):
-    """An oracle that also shows the pairs of no token that a compressed cache holds, before the columns of the full one."""
+    """Oracle whose attention also reads the learned pairs of a compressed cache, before the columns of the full one."""
 
     def __init__(self, model: Any, kept: Any, cache: Any) -> None:
         super().__init__(model, [[[shown(head) for head in row] for row in layer] for layer in kept], 40 + COUNT)
@@ -268,14 +268,14 @@ class Beside(Oracle):
     def attention(self, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         if module.layer_idx in full_layers(self.model):
             batch, heads = key.shape[:2]
-            held = [
+            learned_pairs = [
                 [pairs_of_no_token(self.cache, module.layer_idx, row, head) for head in range(heads)]
                 for row in range(batch)
             ]
-            for side, whole in enumerate((key, value)):
-                extra = torch.stack([torch.stack([pair[side] for pair in row]) for row in held])
+            for side, columns in enumerate((key, value)):
+                extra = torch.stack([torch.stack([pair[side] for pair in row]) for row in learned_pairs])
                 key, value = (
-                    (torch.cat([extra, whole], dim=2), value) if side == 0 else (key, torch.cat([extra, whole], 2))
+                    (torch.cat([extra, columns], dim=2), value) if side == 0 else (key, torch.cat([extra, columns], 2))
                 )
         return super().attention(module, query, key, value, *args, **kwargs)
 
@@ -285,7 +285,7 @@ def shown(kept: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
-def test_training_reads_what_the_press_does(family: str, tmp_path: Path) -> None:
+def test_training_reads_the_same_pairs_as_the_press(family: str, tmp_path: Path) -> None:
     model, ids, file = tiny_model(family, "eager"), tokens(2, 100), tmp_path / "restore.safetensors"
     settings = METHODS["restorekv"](answer=12, steps=3, lr=0.05)
     calibrate(model, ids, settings, file)
@@ -300,9 +300,9 @@ def test_training_reads_what_the_press_does(family: str, tmp_path: Path) -> None
         with press(model):
             model(ids[:1, :88], past_key_values=cache)
         with kvpress.reading(model):
-            found = model(ids[:1, 88:], past_key_values=cache).logits[0].log_softmax(dim=-1)
+            actual = model(ids[:1, 88:], past_key_values=cache).logits[0].log_softmax(dim=-1)
     assert float((expected - prompt.target).abs().max()) > 0.05
-    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3)
 
 
 def test_training_brings_a_cut_cache_nearer_to_the_full_one(tmp_path: Path) -> None:
@@ -316,9 +316,11 @@ def test_training_brings_a_cut_cache_nearer_to_the_full_one(tmp_path: Path) -> N
     with torch.no_grad():
         prompt = settings.read(model, ids[0], set(full_layers(model)))
         learned = RestoreKVPress(0.6, adapter=str(file)).learned(facts_of(model))
-        fresh = untrained(model, torch.Generator().manual_seed(0))
-        far, near = (float(distance(prompt.answers(model, each, 0.8), prompt.target)) for each in (fresh, learned))
-    assert near < 0.5 * far
+        initial = untrained(model, torch.Generator().manual_seed(0))
+        initial_distance, learned_distance = (
+            float(distance(prompt.answers(model, pairs, 0.8), prompt.target)) for pairs in (initial, learned)
+        )
+    assert learned_distance < 0.5 * initial_distance
     refused(tiny_model("llama", seed=1), RestoreKVPress(0.5, adapter=str(file)), ValueError, "differs from this model")
 
 

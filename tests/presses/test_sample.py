@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampled pairs: which they are, what they weigh, and that the sum of all weights is estimated without bias."""
+"""Sampled pairs: their choice, their weights, and an unbiased estimate of the sum of all weights."""
 
 from __future__ import annotations
 
@@ -32,33 +32,33 @@ def weights(cache: Any, layer: int = 0) -> list[dict[int, float]]:
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
 def test_the_best_stay_and_the_rest_of_the_budget_is_drawn_and_weighed(share: float) -> None:
-    drawn = round(KEPT * share)
-    best = weights(compressed(f"knorm:budget={KEPT - drawn}")) if drawn < KEPT else [{}] * 4
+    num_sampled = round(KEPT * share)
+    best = weights(compressed(f"knorm:budget={KEPT - num_sampled}")) if num_sampled < KEPT else [{}] * 4
     for all_kept, sure in zip(weights(compressed(f"sample(knorm:{RATIO}):share={share}")), best, strict=True):
         assert len(all_kept) == KEPT
         assert set(sure) <= set(all_kept)
         sampled = {slot: log for slot, log in all_kept.items() if slot not in sure}
-        assert len(sampled) == drawn
-        expected = torch.tensor((LENGTH - KEPT + drawn) / max(1, drawn)).log().item()
+        assert len(sampled) == num_sampled
+        expected = torch.tensor((LENGTH - KEPT + num_sampled) / max(1, num_sampled)).log().item()
         assert all(log == pytest.approx(expected, abs=2e-3) for log in sampled.values())
         assert all(all_kept[slot] == 0 for slot in sure)
 
 
 def test_the_sum_of_weights_is_that_of_all_pairs_on_average() -> None:
-    """Each seed draws others; together they estimate a sum over all pairs that are not the best."""
+    """Samples of many seeds together estimate a sum over all pairs."""
     worth = torch.rand(LENGTH, generator=torch.Generator().manual_seed(0)).double()
-    found = []
+    estimates = []
     for seed in range(60):
         for stream in weights(compressed(f"sample(knorm:{RATIO}):share=1.0,seed={seed}")):
             slots = torch.tensor(list(stream))
-            found.append(float((worth[slots] * torch.tensor(list(stream.values())).exp()).sum()))
-    spread = torch.tensor(found).std() / len(found) ** 0.5
-    assert abs(sum(found) / len(found) - float(worth.sum())) < 4 * float(spread)
+            estimates.append(float((worth[slots] * torch.tensor(list(stream.values())).exp()).sum()))
+    spread = torch.tensor(estimates).std() / len(estimates) ** 0.5
+    assert abs(sum(estimates) / len(estimates) - float(worth.sum())) < 4 * float(spread)
 
 
 def test_draws_again_and_again_while_tokens_are_generated_keep_the_sum_on_average() -> None:
-    """Random eviction beside a pinned prompt: what was drawn before stands for more each time."""
-    model, found = tiny_model("llama"), []
+    """Random eviction beside a protected prompt: pairs that were sampled before stand for more pairs each time."""
+    model, estimates = tiny_model("llama"), []
     for seed in range(8):
         spec = f"decoding(sample(random:seed={seed}):share=1.0,seed={seed}):compression_interval=4,target_size=30"
         with kvpress.get_press(f"protect({spec}):tokens=0:20")(model) as session:
@@ -67,10 +67,10 @@ def test_draws_again_and_again_while_tokens_are_generated_keep_the_sum_on_averag
             for stream in weights(session.cache, layer):
                 assert len(stream) == 30
                 assert all(stream[at] == 0 for at in range(20))
-                found.append(float(torch.tensor(list(stream.values())).double().exp().sum()))
-    spread = torch.tensor(found).std() / len(found) ** 0.5
+                estimates.append(float(torch.tensor(list(stream.values())).double().exp().sum()))
+    spread = torch.tensor(estimates).std() / len(estimates) ** 0.5
     assert float(spread) > 0
-    assert abs(sum(found) / len(found) - 52) < 4 * float(spread)
+    assert abs(sum(estimates) / len(estimates) - 52) < 4 * float(spread)
 
 
 def test_a_row_draws_the_same_alone_and_in_a_padded_batch() -> None:
@@ -102,6 +102,6 @@ def test_weights_live_through_encoding_and_a_copy_by_beams() -> None:
         ("sample(knorm:0.5):share=1.5", "share"),
     ],
 )
-def test_what_would_lose_the_weights_is_refused(spec: str, words: str) -> None:
+def test_compositions_that_lose_the_weights_are_refused(spec: str, words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         kvpress.get_press(spec)

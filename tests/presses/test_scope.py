@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What SCOPE holds of generated tokens, replayed token by token."""
+"""Generated tokens that SCOPE keeps, replayed token by token."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ def spec(strategy: str) -> str:
     return f"scope:{strategy},budget={BUDGET},recent={RECENT},interval={INTERVAL}"
 
 
-def real(held: list[list[list[list[int]]]]) -> list[list[list[list[int]]]]:
-    """Positions without those of padding, which the open window holds."""
+def real(kept_pairs: list[list[list[list[int]]]]) -> list[list[list[list[int]]]]:
+    """Drop the positions of padding, which the open window stores."""
     pads = [max(LENGTHS) - length for length in LENGTHS]
     return [
-        [[[at for at in head if at >= pads[row]] for head in heads] for row, heads in enumerate(rows)] for rows in held
+        [[[at for at in head if at >= pads[row]] for head in heads] for row, heads in enumerate(rows)]
+        for rows in kept_pairs
     ]
 
 
@@ -51,103 +52,103 @@ def follow_prompt(model: Any, press: Any, ids: Tensor, mask: Tensor, look: Any) 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
 def test_generated_pairs_are_chosen_by_the_newest_query_and_the_prompt_stays(family: str, strategy: str) -> None:
     model, (ids, mask) = tiny_model(family, "eager"), padded_batch(LENGTHS)
-    asked: dict[int, Tensor] = {}
+    queries: dict[int, Tensor] = {}
     keys: dict[int, Tensor] = {}
-    held = [[[list[int]() for _ in range(2)] for _ in LENGTHS] for _ in model.model.layers]
+    expected = [[[list[int]() for _ in range(2)] for _ in LENGTHS] for _ in model.model.layers]
     prompt = ids.shape[1]
-    since = 0
+    num_steps = 0
 
     def note(call: Any) -> None:
-        asked[call.layer.index] = call.queries[:, :, -1].double()
+        queries[call.layer.index] = call.queries[:, :, -1].double()
         new = call.written[0].double()
         keys[call.layer.index] = torch.cat([keys[call.layer.index], new], dim=2) if call.layer.index in keys else new
 
     def replay(step: int, cache: DynamicCache) -> None:
-        nonlocal since
-        since += 1
+        nonlocal num_steps
+        num_steps += 1
         cut = False
         for layer in full_layers(model):
             scale = cache.layers[layer].store is not None and model.model.layers[layer].self_attn.scaling
             for row, length in enumerate(LENGTHS):
-                own = list(range(prompt - length, prompt))
+                prompt_pairs = list(range(prompt - length, prompt))
                 for head in range(2):
-                    mine = held[layer][row][head]
-                    mine.append(prompt + step - 1)
-                    most = budget_behind(strategy, step)
-                    due = strategy != "discontinuous" or since >= INTERVAL
-                    if due and len(mine) > most:
-                        cut, seen = True, [*own, *mine]
-                        groups = asked[layer].shape[1] // 2
-                        asking = asked[layer][row, head * groups : (head + 1) * groups]
-                        logits = asking @ keys[layer][row, head, seen].T * scale
+                    generated = expected[layer][row][head]
+                    generated.append(prompt + step - 1)
+                    limit = budget_behind(strategy, step)
+                    is_due = strategy != "discontinuous" or num_steps >= INTERVAL
+                    if is_due and len(generated) > limit:
+                        cut, seen = True, [*prompt_pairs, *generated]
+                        groups = queries[layer].shape[1] // 2
+                        group_queries = queries[layer][row, head * groups : (head + 1) * groups]
+                        logits = group_queries @ keys[layer][row, head, seen].T * scale
                         if family == "gpt_oss":
                             sinks = model.model.layers[layer].self_attn.sinks.double()
                             logits = torch.cat([logits, sinks.view(2, -1)[head][:, None]], dim=1)
                         paid = logits.softmax(dim=1).mean(dim=0)[: len(seen)]
-                        older = mine[: len(mine) - RECENT]
+                        older = generated[: len(generated) - RECENT]
                         ranked = sorted(older, key=lambda at: -float(paid[seen.index(at)]))
-                        mine[:] = sorted(ranked[: most - RECENT]) + mine[-RECENT:]
-                    found = [at for at in positions(cache)[layer][row][head] if at >= prompt - length]
-                    assert found == own + mine, (layer, row, head, step)
-        since = 0 if cut else since
+                        generated[:] = sorted(ranked[: limit - RECENT]) + generated[-RECENT:]
+                    kept_pairs = [at for at in positions(cache)[layer][row][head] if at >= prompt - length]
+                    assert kept_pairs == prompt_pairs + generated, (layer, row, head, step)
+        num_steps = 0 if cut else num_steps
 
     follow_prompt(model, kvpress.get_press(spec(strategy)) + Watching(note), ids, mask, replay)
-    assert all(len(head) >= RECENT for layer in full_layers(model) for row in held[layer] for head in row)
+    assert all(len(head) >= RECENT for layer in full_layers(model) for row in expected[layer] for head in row)
 
 
-def test_decoding_reads_exactly_what_is_held() -> None:
+def test_decoding_reads_exactly_the_stored_pairs() -> None:
     model, (ids, mask) = tiny_model("llama"), padded_batch(LENGTHS)
     cache, stock = DynamicCache(config=model.config), DynamicCache(config=model.config)
     model(ids, attention_mask=mask, past_key_values=stock, position_ids=position_ids(mask))
-    follow, found, held = tokens(2, 14, seed=4), [], []
+    follow, logits, kept_per_step = tokens(2, 14, seed=4), [], []
     with kvpress.get_press("knorm:0.5 + " + spec("slide"))(model):
         model(ids, attention_mask=mask, past_key_values=cache, position_ids=position_ids(mask))
         for step, new in enumerate(follow.split(1, dim=1), start=1):
-            held.append(kvpress.kept_positions(cache))
+            kept_per_step.append(kvpress.kept_positions(cache))
             grown = grow(mask, step)
             at = position_ids(grown, 1)
-            found.append(model(new, attention_mask=grown, past_key_values=cache, position_ids=at).logits)
+            logits.append(model(new, attention_mask=grown, past_key_values=cache, position_ids=at).logits)
     for step, new in enumerate(follow.split(1, dim=1), start=1):
         grown = grow(mask, step)
-        oracle = Oracle(model, held[step - 1], ids.shape[1] + step - 1)
+        oracle = Oracle(model, kept_per_step[step - 1], ids.shape[1] + step - 1)
         expected = oracle.logits(new, stock, grown, position_ids(grown, 1))
-        torch.testing.assert_close(found[step - 1], expected, atol=3e-4, rtol=1e-4)
-    assert sum(map(len, held[-1][0][0])) < sum(map(len, held[-5][0][0])) + 5
+        torch.testing.assert_close(logits[step - 1], expected, atol=3e-4, rtol=1e-4)
+    assert sum(map(len, kept_per_step[-1][0][0])) < sum(map(len, kept_per_step[-5][0][0])) + 5
 
 
 @pytest.mark.parametrize("strategy", ["slide", "adaptive", "discontinuous"])
 @pytest.mark.parametrize(
-    "beside", ["", "adakv(snapkv:0.5,window_size=4) + ", f"{CODEC} + "], ids=["alone", "ragged", "codec"]
+    "prefix", ["", "adakv(snapkv:0.5,window_size=4) + ", f"{CODEC} + "], ids=["alone", "ragged", "codec"]
 )
-def test_heads_hold_their_prompt_and_the_budget(strategy: str, beside: str) -> None:
+def test_heads_hold_their_prompt_and_the_budget(strategy: str, prefix: str) -> None:
     model, (ids, mask) = tiny_model("llama"), padded_batch(LENGTHS)
-    before = real(positions(prefill(model, kvpress.get_press(beside + spec(strategy)), ids, mask)))
-    with kvpress.get_press(beside + spec(strategy))(model):
+    before = real(positions(prefill(model, kvpress.get_press(prefix + spec(strategy)), ids, mask)))
+    with kvpress.get_press(prefix + spec(strategy))(model):
         cache = generate(model, ids, mask, max_new_tokens=31).past_key_values
     for layer, rows in enumerate(real(positions(cache))):
         for row, heads in enumerate(rows):
-            for head, own in enumerate(heads):
-                assert [at for at in own if at < 24] == before[layer][row][head]
-                left = len([at for at in own if at >= 24])
-                assert BUDGET <= left <= BUDGET + (INTERVAL if strategy == "discontinuous" else 0)
-                assert own[-RECENT:] == list(range(54 - RECENT, 54))
+            for head, head_pairs in enumerate(heads):
+                assert [at for at in head_pairs if at < 24] == before[layer][row][head]
+                num_generated = len([at for at in head_pairs if at >= 24])
+                assert BUDGET <= num_generated <= BUDGET + (INTERVAL if strategy == "discontinuous" else 0)
+                assert head_pairs[-RECENT:] == list(range(54 - RECENT, 54))
 
 
-def test_a_later_turn_stays_with_what_it_finds() -> None:
+def test_a_later_turn_keeps_all_earlier_pairs() -> None:
     model = tiny_model("llama")
     cache = DynamicCache(config=model.config)
     with kvpress.get_press(spec("slide"))(model):
         model.generate(tokens(1, 20), past_key_values=cache, max_new_tokens=21, do_sample=False)
-        found = positions(cache)[0][0][0]
-        assert len(found) == 20 + BUDGET
+        first_turn = positions(cache)[0][0][0]
+        assert len(first_turn) == 20 + BUDGET
         ids = torch.cat([tokens(1, 41), tokens(1, 12, seed=3)], dim=1)
         model(ids[:, 40:], past_key_values=cache)
-        turn = found + list(range(40, 53))
-        assert positions(cache)[0][0][0] == turn
+        two_turns = first_turn + list(range(40, 53))
+        assert positions(cache)[0][0][0] == two_turns
         for new in tokens(1, 20, seed=8).split(1, dim=1):
             model(new, past_key_values=cache)
-    assert positions(cache)[0][0][0][: len(turn)] == turn
-    assert len(positions(cache)[0][0][0]) == len(turn) + BUDGET
+    assert positions(cache)[0][0][0][: len(two_turns)] == two_turns
+    assert len(positions(cache)[0][0][0]) == len(two_turns) + BUDGET
 
 
 def test_recent_tokens_must_fit_the_budget() -> None:

@@ -108,12 +108,12 @@ def test_accumulated_mass_counts_every_query_once() -> None:
 
 
 def test_h2o_accumulates_through_evictions_as_a_replay_does() -> None:
-    """Replays H2O token by token with explicit masks: the kept sets of every head must be the same."""
+    """Replay H2O token by token with explicit masks; every head must keep the same set."""
     model, ids = tiny_model("llama", "eager"), tokens(1, 30)
     steps, kept = 6, 12
     with kvpress.H2OPress(budget=kept, recent_ratio=0.5)(model) as session:
         out = model.generate(ids, max_new_tokens=steps, do_sample=False)
-        found = kvpress.kept_positions(session.cache)
+        kept_pairs = kvpress.kept_positions(session.cache)
     sequence = out[:, :-1]
     store = DynamicCache(config=model.config)
     attention = model(ids, past_key_values=store, output_attentions=True).attentions
@@ -147,7 +147,7 @@ def test_h2o_accumulates_through_evictions_as_a_replay_does() -> None:
                 mass[h][position] += weight
             cut(h, t + 1)
     for h in range(2):
-        assert found[0][0][h].tolist() == sorted(alive[h])
+        assert kept_pairs[0][0][h].tolist() == sorted(alive[h])
 
 
 def test_expected_attention_matches_its_formula() -> None:
@@ -231,27 +231,27 @@ def test_reindexed_positions_equal_a_cache_numbered_from_zero(family: str, round
     press = kvpress.StreamingLLMPress(budget=15, n_sink=3, reindex=True)
     cache = DynamicCache(config=model.config)
     with press(model):
-        for part in ids.split(40 // rounds, dim=1):
-            model(part, past_key_values=cache)
+        for chunk in ids.split(40 // rounds, dim=1):
+            model(chunk, past_key_values=cache)
         kept = kvpress.kept_positions(cache)[0][0][0]
         stored = copy.deepcopy(cache)
-        found = model(new, past_key_values=cache).logits
-    own = sys.modules[type(model.model.layers[0].self_attn).__module__].apply_rotary_pos_emb
+        logits = model(new, past_key_values=cache).logits
+    rotate = sys.modules[type(model.model.layers[0].self_attn).__module__].apply_rotary_pos_emb
     compact = DynamicCache(config=model.config)
     for index, layer in enumerate(stored.layers):
         # Positions that the kept keys are turned to now, from the true ones and the recorded shift.
         at = kept[None] + layer.store.dense.side["shift"].view(1, 2, -1)[:, 0].long()
         back, forth = model.model.rotary_emb(layer.keys, at), model.model.rotary_emb(layer.keys, torch.arange(15)[None])
-        keys = own(layer.keys, layer.keys, back[0], -back[1])[0]
-        compact.update(own(keys, keys, *forth)[0], layer.values, index)
+        keys = rotate(layer.keys, layer.keys, back[0], -back[1])[0]
+        compact.update(rotate(keys, keys, *forth)[0], layer.values, index)
     assert at[0].tolist() == list(range(25, 40))
     expected = model(new, past_key_values=compact, position_ids=torch.tensor([[15]])).logits
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_pyramid_budgets_fall_and_keep_their_mean(family: str) -> None:
-    """Those of NVIDIA kvpress, where layers are those that grow."""
+    """Budgets are those of NVIDIA kvpress, counted over the layers that grow."""
     model = tiny_model(family)
     cache = prefill(model, kvpress.PyramidKVPress(0.5, window_size=4, beta=5), tokens(1, 120))
     sizes = [len(kvpress.kept_positions(cache)[layer][0][0]) for layer in full_layers(model)]
@@ -276,10 +276,10 @@ def test_pyramid_budgets_are_those_of_the_peer(tokens: int, ratio: float, window
     config = SimpleNamespace(num_hidden_layers=32)
     press = kvpress.PyramidKVPress(ratio, window_size=window)
     layers: list[Any] = [SimpleNamespace(config=config, layer_idx=layer) for layer in range(32)]
-    found = [press.get_layer_budget(layer, tokens) for layer in layers]
-    assert (found[0], found[-1]) == (first, last)
-    assert found == sorted(found, reverse=True)
-    assert abs(sum(found) / 32 - tokens * (1 - ratio)) < 0.5
+    budgets = [press.get_layer_budget(layer, tokens) for layer in layers]
+    assert (budgets[0], budgets[-1]) == (first, last)
+    assert budgets == sorted(budgets, reverse=True)
+    assert abs(sum(budgets) / 32 - tokens * (1 - ratio)) < 0.5
 
 
 def test_adakv_spends_the_budget_exactly_and_guards_every_head() -> None:

@@ -20,7 +20,7 @@ from tests.words import Words, batch_of, ids_of
 
 SEPARATOR, WINDOW = "<|im_start|>", 4
 SIZES = [7, 4, 9, 5, 6]
-"""Words of every shot, which its separator stands before."""
+"""Words of each shot, without the separator before it."""
 ROWS = [ids_of(3, *(part for size in SIZES for part in (SEPARATOR, size)), SEPARATOR, 5)]
 ROWS.append(ids_of(1, *(part for size in SIZES[:3] for part in (SEPARATOR, size)), SEPARATOR, 2))
 SHOTS = [
@@ -36,7 +36,7 @@ def press(ratio: float = 0.5, **settings: Any) -> ShotKVPress:
 def chosen(scores: list[float], sizes: list[int], room: int) -> list[int]:
     kept: list[int] = []
     for shot in sorted(range(len(scores)), key=lambda shot: -scores[shot]):
-        if not kept or sum(sizes[other] for other in kept) + sizes[shot] <= room:
+        if not kept or sum(sizes[chosen_shot] for chosen_shot in kept) + sizes[shot] <= room:
             kept.append(shot)
     return sorted(kept)
 
@@ -44,7 +44,7 @@ def chosen(scores: list[float], sizes: list[int], room: int) -> list[int]:
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
 def test_the_shots_with_the_most_attention_stay_whole(family: str) -> None:
     model = tiny_model(family, "eager")
-    found = positions(prefill(model, press(), *batch_of(*ROWS)))
+    kept = positions(prefill(model, press(), *batch_of(*ROWS)))
     for row, shots in enumerate(SHOTS):
         ids, pads = ROWS[row], ROWS[0].shape[1] - ROWS[row].shape[1]
         paid = torch.stack(
@@ -58,7 +58,7 @@ def test_the_shots_with_the_most_attention_stay_whole(family: str) -> None:
         assert 0 < len(gone) < sum(tokens_of)
         expected = [pads + t for t in range(ids.shape[1]) if t not in gone]
         for layer in full_layers(model):
-            assert [[at for at in head if at >= pads] for head in found[layer][row]] == [expected] * 2
+            assert [[at for at in head if at >= pads] for head in kept[layer][row]] == [expected] * 2
 
 
 def test_ranges_and_separators_name_the_same_shots() -> None:
@@ -70,26 +70,26 @@ def test_ranges_and_separators_name_the_same_shots() -> None:
         prefill(model, by_range, ROWS[0][:, :20])
 
 
-@pytest.mark.parametrize("beside", ["none", CODEC, "quest:budget=16,page_size=4,skip_layers=0"])
-def test_whole_shots_beside_codecs_and_selectors(beside: str) -> None:
+@pytest.mark.parametrize("suffix", ["none", CODEC, "quest:budget=16,page_size=4,skip_layers=0"])
+def test_whole_shots_beside_codecs_and_selectors(suffix: str) -> None:
     model, (ids, mask) = tiny_model("llama"), batch_of(*ROWS)
-    with (press() + kvpress.get_press(beside))(model):
-        held = positions(generate(model, ids, mask).past_key_values)
-    for layer in held:
+    with (press() + kvpress.get_press(suffix))(model):
+        kept_pairs = positions(generate(model, ids, mask).past_key_values)
+    for layer in kept_pairs:
         for row, heads in enumerate(layer):
             pads = ids.shape[1] - ROWS[row].shape[1]
             for head in heads:
                 kept = {at - pads for at in head}
-                whole = [set(shot) <= kept for shot in SHOTS[row]]
-                assert any(whole)
-                assert not all(whole)
-                assert all(whole[i] or not set(shot) & kept for i, shot in enumerate(SHOTS[row]))
+                is_whole = [set(shot) <= kept for shot in SHOTS[row]]
+                assert any(is_whole)
+                assert not all(is_whole)
+                assert all(is_whole[i] or not set(shot) & kept for i, shot in enumerate(SHOTS[row]))
 
 
 def test_decoding_reads_the_shots_that_stay() -> None:
     ids, mask = batch_of(*ROWS)
-    found, expected, cache = decode_both(tiny_model("llama"), press(), ids, mask)
-    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+    actual, expected, cache = decode_both(tiny_model("llama"), press(), ids, mask)
+    torch.testing.assert_close(actual, expected, atol=2e-4, rtol=1e-4)
     assert kvpress.memory_report(cache).kept < kvpress.memory_report(cache).seen
 
 
@@ -111,8 +111,11 @@ def test_shots_are_judged_once_and_later_turns_bring_their_own() -> None:
 def test_chunks_of_a_prompt_change_nothing() -> None:
     model = tiny_model("llama")
     with press()(model):
-        held = [positions(generate(model, ROWS[0], **how).past_key_values) for how in ({}, {"prefill_chunk_size": 9})]
-    assert held[0] == held[1]
+        outcomes = [
+            positions(generate(model, ROWS[0], **settings).past_key_values)
+            for settings in ({}, {"prefill_chunk_size": 9})
+        ]
+    assert outcomes[0] == outcomes[1]
 
 
 def test_the_best_that_fit() -> None:
@@ -121,7 +124,7 @@ def test_the_best_that_fit() -> None:
     assert best_that_fit(scores, sizes, 3).tolist() == [False, True, False, False]
 
 
-def test_what_cannot_be_found_is_refused() -> None:
+def test_bad_shots_are_refused() -> None:
     with pytest.raises(ValueError, match="give either separator="):
         ShotKVPress(0.5, separator="Q:", shots="0:4")
     with pytest.raises(ValueError, match="shots must be ranges first:end"):

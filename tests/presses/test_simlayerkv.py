@@ -25,8 +25,8 @@ def press(threshold: float, n_last: int = 1) -> SimLayerKVPress:
 
 def paid(model: Any, ids: torch.Tensor, n_last: int) -> torch.Tensor:
     """Mean attention of the last queries on sinks and window, `[L, B]`, of layers that grow."""
-    found = [weights(model, ids)[layer].double()[:, :, -n_last:] for layer in full_layers(model)]
-    return torch.stack([layer[..., CUT].sum(dim=-1).mean(dim=(1, 2)) for layer in found])
+    weights_by_layer = [weights(model, ids)[layer].double()[:, :, -n_last:] for layer in full_layers(model)]
+    return torch.stack([layer[..., CUT].sum(dim=-1).mean(dim=(1, 2)) for layer in weights_by_layer])
 
 
 @pytest.mark.parametrize("n_last", [1, 3])
@@ -35,14 +35,14 @@ def test_layers_are_lazy_row_by_row(family: str, n_last: int) -> None:
     model, ids = tiny_model(family, "eager"), tokens(3, LENGTH)
     expected = paid(model, ids, n_last)
     threshold = float(expected.median()) - 1e-4
-    found = positions(prefill(model, press(threshold, n_last), ids))
+    kept = positions(prefill(model, press(threshold, n_last), ids))
     lazy = expected > threshold
     assert lazy.any()
     assert not lazy.all()
     assert (lazy.any(dim=1) & ~lazy.all(dim=1)).any(), "in some layer, rows of the batch differ"
     for layer, rows in zip(full_layers(model), lazy.tolist(), strict=True):
         for row, cut in enumerate(rows):
-            assert found[layer][row] == [CUT if cut else list(range(LENGTH))] * 2
+            assert kept[layer][row] == [CUT if cut else list(range(LENGTH))] * 2
 
 
 def test_a_threshold_between_two_rows_cuts_one_of_them() -> None:
@@ -59,9 +59,9 @@ def test_a_threshold_of_one_is_no_press(family: str) -> None:
     for ids, mask in ((tokens(2, LENGTH), None), padded_batch([LENGTH, 20, 9])):
         expected = generate(model, ids, mask)
         with press(1.0)(model):
-            found = generate(model, ids, mask)
-        assert torch.equal(found.sequences, expected.sequences)
-        report = kvpress.memory_report(found.past_key_values)
+            output = generate(model, ids, mask)
+        assert torch.equal(output.sequences, expected.sequences)
+        report = kvpress.memory_report(output.past_key_values)
         assert report.kept == report.seen
 
 
@@ -72,22 +72,22 @@ def test_a_threshold_of_zero_cuts_every_layer_and_later_turns_again() -> None:
             model(turn, past_key_values=cache)
         window = [*range(SINKS), *range(seen - WINDOW, seen)]
         assert positions(cache) == [[[window] * 2] * 2] * 3
-    assert press(0.0).recipe().kept(LENGTH) == LENGTH  # what is planned for is the worst case
+    assert press(0.0).recipe().kept(LENGTH) == LENGTH  # the plan is for the worst case
 
 
 def test_prompts_that_fit_into_the_window_stay_whole() -> None:
-    found = positions(prefill(tiny_model("llama"), press(0.0), *padded_batch([20, SINKS + WINDOW, 5])))
-    assert [[len(head) for head in row] for row in found[0]] == [[13, 13], [13, 13], [5, 5]]
+    kept = positions(prefill(tiny_model("llama"), press(0.0), *padded_batch([20, SINKS + WINDOW, 5])))
+    assert [[len(head) for head in row] for row in kept[0]] == [[13, 13], [13, 13], [5, 5]]
 
 
 @pytest.mark.parametrize("before", ["knorm:0.3", "adakv(knorm:0.3)"])
-def test_what_is_left_of_an_earlier_press_is_cut(before: str) -> None:
+def test_pairs_left_by_an_earlier_press_are_cut(before: str) -> None:
     """A head-wise press leaves heads of different lengths; they are lazy together."""
     model, ids = tiny_model("llama"), tokens(2, LENGTH)
-    left = positions(prefill(model, kvpress.get_press(before), ids))
-    found = positions(prefill(model, kvpress.get_press(before) + press(0.4), ids))
+    uncut = positions(prefill(model, kvpress.get_press(before), ids))
+    cut_again = positions(prefill(model, kvpress.get_press(before) + press(0.4), ids))
     cuts = []
-    for layer, layers in zip(left, found, strict=True):
+    for layer, layers in zip(uncut, cut_again, strict=True):
         for heads, kept in zip(layer, layers, strict=True):
             cut = [[t for t in head if t in CUT] for head in heads]
             assert kept in (cut, heads)
@@ -98,9 +98,9 @@ def test_what_is_left_of_an_earlier_press_is_cut(before: str) -> None:
 def test_before_a_codec_and_a_selector() -> None:
     model, ids = tiny_model("llama"), tokens(2, LENGTH)
     alone = positions(prefill(model, press(0.4), ids))
-    for rest in ("kivi:bits=4,group_size=4,residual_length=4", "kivi:bits=4,residual_length=32",
+    for spec in ("kivi:bits=4,group_size=4,residual_length=4", "kivi:bits=4,residual_length=32",
                  "quest:budget=16,page_size=4,skip_layers=0"):  # fmt: skip
-        with (press(0.4) + kvpress.get_press(rest))(model):
+        with (press(0.4) + kvpress.get_press(spec))(model):
             out = generate(model, ids)
         kept = positions(out.past_key_values)
         assert [[[head[:-7] for head in row] for row in layer] for layer in kept] == alone
@@ -113,11 +113,11 @@ def test_it_cannot_be_wrapped(wrapper: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("settings", "message"),
     [({"lazy_threshold": 1.1}, r"lazy_threshold must be in \[0, 1\], got 1.1"), ({"lazy_threshold": -0.1}, "got -0.1"),
      ({"n_last": 0}, "n_last must be >= 1"), ({"n_recent": 0}, "n_recent must be >= 1"),
      ({"n_initial": -1}, "n_initial must be >= 0")],
 )  # fmt: skip
-def test_bad_settings_are_refused(given: dict[str, Any], message: str) -> None:
+def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        SimLayerKVPress(**given)
+        SimLayerKVPress(**settings)

@@ -28,35 +28,35 @@ def plain(queries: Tensor, keys: Tensor, kernel: int) -> Tensor:
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("kernel", [1, 5])
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
-def test_what_stays_around_a_block_is_what_plain_code_chooses(family: str, kernel: int, cache: Any) -> None:
+def test_pairs_kept_around_a_block_are_the_choice_of_plain_code(family: str, kernel: int, cache: Any) -> None:
     """The first layer's queries and keys are made by hand, from the tokens of the last pass over all of them."""
     model, (ids, mask) = tiny_model(family), padded_batch([26, 19])
     press = kvpress.SparseDLLMPress(0.6, block_length=8, kernel_size=kernel)
-    held: list[Any] = []
+    kept_per_step: list[Any] = []
     kvpress.diffuse(
         model, ids, 24, attention_mask=mask, mask_token=96, block_length=8, steps=2, cache=cache, press=press,
-        on_step=lambda found: held.append(found.cache and kvpress.kept_positions(found.cache)[0]),
+        on_step=lambda step: kept_per_step.append(step.cache and kvpress.kept_positions(step.cache)[0]),
     )  # fmt: skip
     # The first block of three was chosen for by the first pass, which read masked tokens behind the prompt.
     read = torch.cat([ids, torch.full((2, 24), 96)], dim=1)
     first, stop, total = ids.shape[1], ids.shape[1] + 8, ids.shape[1] + 24
-    anew = total if cache == "prefix" else stop
+    end_of_block = total if cache == "prefix" else stop
     for row in range(2):
         pads = int((mask[row] == 0).sum())
-        queries, keys = made(model, read[row, pads:])
+        queries, keys = projections_by_hand(model, read[row, pads:])
         at = torch.arange(total)
-        around = torch.cat([at[pads:first], at[anew:]]) - pads
-        worth = plain(queries[:, first - pads : stop - pads], keys[:, around], kernel)
-        count = int(len(around) * (1 - 0.6))
-        least = worth.sort(descending=True).values[count - 1]
-        assert len(held[0][row][0]) == count + anew - first
-        for head in held[0][row]:
-            chosen = {int(c) - pads for c in head if not first <= c < anew}
-            assert {int(a) for a, w in zip(around, worth, strict=True) if w > least + 1e-4} <= chosen
-            assert chosen <= {int(a) for a, w in zip(around, worth, strict=True) if w >= least - 1e-4}
+        context = torch.cat([at[pads:first], at[end_of_block:]]) - pads
+        worth = plain(queries[:, first - pads : stop - pads], keys[:, context], kernel)
+        count = int(len(context) * (1 - 0.6))
+        lowest = worth.sort(descending=True).values[count - 1]
+        assert len(kept_per_step[0][row][0]) == count + end_of_block - first
+        for head in kept_per_step[0][row]:
+            chosen = {int(c) - pads for c in head if not first <= c < end_of_block}
+            assert {int(a) for a, w in zip(context, worth, strict=True) if w > lowest + 1e-4} <= chosen
+            assert chosen <= {int(a) for a, w in zip(context, worth, strict=True) if w >= lowest - 1e-4}
 
 
-def made(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
+def projections_by_hand(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Rotated queries `[Hq, n, D]` and keys `[H, n, D]` of the first layer."""
     layer, inner = model.model.layers[0], model.model
     hidden = layer.input_layernorm(inner.embed_tokens(ids[None]))
@@ -76,11 +76,11 @@ def made(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
 def test_behind_a_prompt_the_block_is_its_newest_tokens_and_stays() -> None:
     model, (ids, mask) = tiny_model("llama"), padded_batch([30, 22])
     press = kvpress.SparseDLLMPress(0.5, block_length=6)
-    found, expected, cache = decode_both(model, press, ids, mask)
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    actual, expected, cache = decode_both(model, press, ids, mask)
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
     for row, length in enumerate((30, 22)):
         pads = 30 - length
-        queries, keys = made(model, ids[row, pads:])
+        queries, keys = projections_by_hand(model, ids[row, pads:])
         worth = plain(queries[:, -6:], keys[:, :-6], 3)
         best = worth.topk(length // 2 - 6).values[-1]
         for head in kvpress.kept_positions(cache)[0][row]:

@@ -22,11 +22,11 @@ LENGTH, DISTANCES = 30, 6
 
 def unrotated(model: Any, ids: Tensor, layer: int) -> tuple[Tensor, Tensor]:
     """Queries `[Hq, n, D]` and keys `[H, n, D]` of one row before rotation, by the model's own modules."""
-    found: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
     attention = model.model.layers[layer].self_attn
     hooks = [
         getattr(attention, f"{name}_norm", getattr(attention, f"{name}_proj")).register_forward_hook(
-            lambda module, inputs, output, name=name: found.__setitem__(name, output.flatten(2))
+            lambda module, inputs, output, name=name: outputs.__setitem__(name, output.flatten(2))
         )
         for name in "qk"
     ]
@@ -35,14 +35,14 @@ def unrotated(model: Any, ids: Tensor, layer: int) -> tuple[Tensor, Tensor]:
     finally:
         for hook in hooks:
             hook.remove()
-    queries, keys = (found[name][0].unflatten(-1, (-1, attention.head_dim)).transpose(0, 1).double() for name in "qk")
+    queries, keys = (outputs[name][0].unflatten(-1, (-1, attention.head_dim)).transpose(0, 1).double() for name in "qk")
     return queries, keys
 
 
-def series(queries: Tensor, keys: Tensor, frequencies: Tensor, asking: Tensor) -> Tensor:
+def series(queries: Tensor, keys: Tensor, frequencies: Tensor, queries_of_group: Tensor) -> Tensor:
     """Scores `[n]` of the keys `[n, D]` of one head for one query head, in complex numbers where channels turn."""
     half, newest = len(frequencies), len(keys) - 1
-    pairs_of = [torch.complex(x[:, :half], x[:, half : 2 * half]) for x in (asking, keys)]
+    pairs_of = [torch.complex(x[:, :half], x[:, half : 2 * half]) for x in (queries_of_group, keys)]
     centre, size = pairs_of[0].mean(dim=0), pairs_of[0].abs().mean(dim=0)
     scores = torch.zeros(len(keys), dtype=torch.float64)
     for p, key in enumerate(pairs_of[1]):
@@ -51,8 +51,10 @@ def series(queries: Tensor, keys: Tensor, frequencies: Tensor, asking: Tensor) -
             phase = frequencies * (newest - p + 2**power) + relative.angle()
             scores[p] += (relative.abs() * torch.cos(phase)).sum() / DISTANCES
         scores[p] += ((size - centre.abs()) * key.abs()).sum()
-    rest = keys[:, 2 * half :], asking[:, 2 * half :]
-    scores += rest[0] @ rest[1].mean(dim=0) + rest[0].abs() @ (rest[1].abs().mean(dim=0) - rest[1].mean(dim=0).abs())
+    unturned = keys[:, 2 * half :], queries_of_group[:, 2 * half :]
+    scores += unturned[0] @ unturned[1].mean(dim=0) + unturned[0].abs() @ (
+        unturned[1].abs().mean(dim=0) - unturned[1].mean(dim=0).abs()
+    )
     return scores
 
 
@@ -68,8 +70,10 @@ def test_scores_are_the_series_of_the_paper(family: str) -> None:
         queries, keys = queries[..., order], keys[..., order]
     for head in range(2):
         group = queries.view(2, -1, *queries.shape[1:])[head]
-        each = torch.stack([series(asking, keys[head], frequencies, asking) for asking in group])
-        expected = ((each - each.mean(1, keepdim=True)) / each.std(1, correction=0, keepdim=True)).amax(dim=0)
+        group_scores = torch.stack([series(query, keys[head], frequencies, query) for query in group])
+        expected = (
+            (group_scores - group_scores.mean(1, keepdim=True)) / group_scores.std(1, correction=0, keepdim=True)
+        ).amax(dim=0)
         torch.testing.assert_close(scores[0, head].double(), expected, atol=2e-3, rtol=2e-3)
 
 
@@ -79,25 +83,27 @@ def test_layers_without_rotation_have_plain_logits() -> None:
     _, scores = one_view(model, TriAttentionPress(0.5), ids, 1)
     for head in range(2):
         group = queries.view(2, -1, *queries.shape[1:])[head]
-        each = torch.stack([series(asking, keys[head], torch.empty(0), asking) for asking in group])
-        expected = ((each - each.mean(1, keepdim=True)) / each.std(1, correction=0, keepdim=True)).amax(dim=0)
+        group_scores = torch.stack([series(query, keys[head], torch.empty(0), query) for query in group])
+        expected = (
+            (group_scores - group_scores.mean(1, keepdim=True)) / group_scores.std(1, correction=0, keepdim=True)
+        ).amax(dim=0)
         torch.testing.assert_close(scores[0, head].double(), expected, atol=2e-3, rtol=2e-3)
 
 
 def test_calibrated_statistics_of_the_same_text_choose_the_same_pairs(tmp_path: Path) -> None:
     model, ids = tiny_model("llama"), tokens(2, LENGTH)[:1]
-    made = tmp_path / "centres.safetensors"
-    found = calibrate(model, ids, CentreSettings(), made)
-    assert found.tensors["0.mean"].shape == found.tensors["0.size"].shape == (4, 32)
-    calibrated = TriAttentionPress(0.5, stats=made)
-    own = scored(model, TriAttentionPress(0.5), ids)
+    path = tmp_path / "centres.safetensors"
+    statistics = calibrate(model, ids, CentreSettings(), path)
+    assert statistics.tensors["0.mean"].shape == statistics.tensors["0.size"].shape == (4, 32)
+    calibrated = TriAttentionPress(0.5, stats=path)
+    views_of_prompt = scored(model, TriAttentionPress(0.5), ids)
     for layer, views in scored(model, calibrated, ids).items():
-        for (_, mine), (_, other) in zip(views, own[layer], strict=True):
-            torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)
+        for (_, calibrated_scores), (_, prompt_scores) in zip(views, views_of_prompt[layer], strict=True):
+            torch.testing.assert_close(calibrated_scores, prompt_scores, atol=1e-4, rtol=1e-4)
     batch, mask = padded_batch([30, 17])
-    found_batch = positions(prefill(model, calibrated, batch, mask))
+    batch_pairs = positions(prefill(model, calibrated, batch, mask))
     alone = positions(prefill(model, calibrated, batch[1:, 13:]))
-    assert [[[at - 13 for at in head] for head in layer[1]] for layer in found_batch] == [layer[0] for layer in alone]
+    assert [[[at - 13 for at in head] for head in layer[1]] for layer in batch_pairs] == [layer[0] for layer in alone]
     with pytest.raises(ValueError, match="was made for"):
         prefill(tiny_model("qwen3"), calibrated, ids)
     with pytest.raises(FileNotFoundError, match="--method triattention"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entropies, stages and groups of UNComp, and what heads keep, from sampled queries and eager attention."""
+"""Entropies, stages and groups of UNComp, and the pairs that heads keep, from sampled queries and eager attention."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LENGTH, WINDOW = 48, 8
 
 
 def entropy(rows: Tensor, rank: int) -> float:
-    """By singular values of the centred directions, one matrix `[n, D]`."""
+    """Entropy of vectors `[n, D]`, by the singular values of their centred directions."""
     centred = rows - rows.mean(dim=0)
     values = torch.linalg.svdvals(torch.stack([row / row.norm() for row in centred])) ** 2
     shares = [float(value / values.sum()) for value in values[:rank]]
@@ -33,9 +33,9 @@ def entropy(rows: Tensor, rank: int) -> float:
 @pytest.mark.parametrize("rank", [1, 5, 99])
 def test_entropy_of_the_largest_eigenvalues(rank: int) -> None:
     vectors = torch.randn(3, 40, 12, generator=torch.Generator().manual_seed(0)).double() * torch.rand(12).double() ** 3
-    found = truncated_entropy(vectors, rank)
+    entropies = truncated_entropy(vectors, rank)
     for head in range(3):
-        assert float(found[head]) == pytest.approx(entropy(vectors[head], rank), abs=1e-9)
+        assert float(entropies[head]) == pytest.approx(entropy(vectors[head], rank), abs=1e-9)
 
 
 def test_two_queries_have_no_entropy() -> None:
@@ -44,7 +44,7 @@ def test_two_queries_have_no_entropy() -> None:
     assert set(truncated_entropy(vectors, 2).tolist()) == {0.0}
 
 
-def test_entropy_knows_directions_and_not_sizes() -> None:
+def test_entropy_depends_on_directions_and_not_on_sizes() -> None:
     generator = torch.Generator().manual_seed(1)
     vectors = torch.randn(400, 16, generator=generator).double()
     vectors = vectors - vectors.mean(dim=0)
@@ -64,37 +64,40 @@ def test_stages_begin_where_entropy_falls() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_heads_keep_what_their_entropies_say(family: str) -> None:
+def test_heads_keep_the_budgets_of_their_entropies(family: str) -> None:
     model, ids = tiny_model(family, "eager"), tokens(2, LENGTH)
     press = UNCompPress(0.5, window_size=WINDOW, kernel_size=1, rank=6, drop=0.0, last_stage=0.4, spread=0.5)
-    found = positions(prefill(model, press, ids))
+    kept = positions(prefill(model, press, ids))
     layers = full_layers(model)
     for row in range(2):
         alone = ids[row : row + 1]
-        each = [[entropy(head, 6) for head in unrotated(model, alone, layer)[0]] for layer in layers]
+        entropies = [[entropy(head, 6) for head in unrotated(model, alone, layer)[0]] for layer in layers]
         stages = [0]
-        for before, here in itertools.pairwise(each):
-            stages.append(stages[-1] + (sum(here) < sum(before)))
-        wanted: list[float] = []
-        for stage, heads in zip(stages, each, strict=True):
+        for previous, current in itertools.pairwise(entropies):
+            stages.append(stages[-1] + (sum(current) < sum(previous)))
+        preferences: list[float] = []
+        for stage, heads in zip(stages, entropies, strict=True):
             of_kv = [sum(heads[:2]) / 2, sum(heads[2:]) / 2]
-            wanted += [(1 - 0.6 * stage / max(1, stages[-1])) * (1.5 if own == max(of_kv) else 0.5) for own in of_kv]
-        total = len(wanted) * (LENGTH // 2 - WINDOW)
-        budgets = by_hand(total, wanted, [LENGTH - WINDOW] * len(wanted))
+            preferences += [
+                (1 - 0.6 * stage / max(1, stages[-1])) * (1.5 if head_entropy == max(of_kv) else 0.5)
+                for head_entropy in of_kv
+            ]
+        total = len(preferences) * (LENGTH // 2 - WINDOW)
+        budgets = by_hand(total, preferences, [LENGTH - WINDOW] * len(preferences))
         assert len(set(budgets)) > 2
-        for place, layer in enumerate(layers):
+        for index, layer in enumerate(layers):
             paid = weights(model, alone)[layer][0, :, -WINDOW:, :-WINDOW].mean(dim=1).view(2, 2, -1).mean(dim=1)
             for head in range(2):
-                best = paid[head].argsort(descending=True)[: budgets[2 * place + head]].tolist()
-                assert found[layer][row][head] == sorted(best) + list(range(LENGTH - WINDOW, LENGTH))
+                best = paid[head].argsort(descending=True)[: budgets[2 * index + head]].tolist()
+                assert kept[layer][row][head] == sorted(best) + list(range(LENGTH - WINDOW, LENGTH))
 
 
 def test_the_budget_is_met_in_padded_batches_and_after_ragged_evictions() -> None:
     model, (ids, mask) = tiny_model("llama"), padded_batch([48, 31])
     for spec in ("uncomp:0.5,window_size=4", "adakv(knorm:0.2) + uncomp:0.375,window_size=4"):
-        held = positions(prefill(model, kvpress.get_press(spec), ids, mask))
+        kept_pairs = positions(prefill(model, kvpress.get_press(spec), ids, mask))
         for row, length in enumerate([48, 31]):
-            kept = sum(len(head) for layer in held for head in layer[row])
+            kept = sum(len(head) for layer in kept_pairs for head in layer[row])
             assert kept == pytest.approx(6 * length / 2, abs=6)
     with kvpress.get_press(
         "prefill_decoding(uncomp:0.5,window_size=4; decoding(uncomp:window_size=4):compression_interval=3,target_size=12)"

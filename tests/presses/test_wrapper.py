@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What presses around other presses refuse, and what they pass on."""
+"""Presses around other presses: refused combinations, and settings that they pass on."""
 
 from __future__ import annotations
 
@@ -45,6 +45,6 @@ def test_other_nestings_pass_the_ratio_on(spec: str) -> None:
     assert kvpress.get_press(kvpress.to_spec(press)) == press
 
 
-def test_head_wise_is_what_the_press_inside_is() -> None:
+def test_wrappers_are_head_wise_where_the_inner_press_is() -> None:
     assert kvpress.KeyRerotationPress(kvpress.AdaKVPress(KnormPress())).recipe().ragged
     assert not kvpress.KeyRerotationPress(KnormPress()).recipe().ragged

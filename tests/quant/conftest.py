@@ -14,11 +14,11 @@ from tests.models import tiny_model, tokens
 
 def calibrated(folder: Path, settings: Callable[[str], Settings]) -> dict[str, Path]:
     """Calibrate a tiny model of every family with its settings; returns the files."""
-    made = {}
+    files = {}
     for family in ("llama", "qwen3", "phi3"):
-        made[family] = folder / f"{family}.safetensors"
-        calibrate(tiny_model(family), tokens(4, 100, seed=50), settings(family), made[family])
-    return made
+        files[family] = folder / f"{family}.safetensors"
+        calibrate(tiny_model(family), tokens(4, 100, seed=50), settings(family), files[family])
+    return files
 
 
 @pytest.fixture(scope="session")

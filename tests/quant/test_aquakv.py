@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AQUA-KV: values as a linear function of decoded keys, and coded rests; nothing is decoded to be read."""
+"""AQUA-KV: values as a linear function of decoded keys plus encoded residuals; reading decodes no copy."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def codec(
     return PredictingCodec(levels.contiguous(), weight, offset, bits, residual=0)
 
 
-def encode(how: PredictingCodec, segment: DenseSegment, turned: bool = False) -> PredictedSegment:
+def encode(coder: PredictingCodec, segment: DenseSegment, turned: bool = False) -> PredictedSegment:
     rotation = Rotation(lambda at: embedding()(at), "full", "Attention") if turned else None
-    found = how.encode(segment, Sealing(HEADS, seen=256, rotation=rotation))
-    assert isinstance(found, PredictedSegment)
-    found.describe(segment, without=())
-    return found
+    encoded = coder.encode(segment, Sealing(HEADS, seen=256, rotation=rotation))
+    assert isinstance(encoded, PredictedSegment)
+    encoded.describe(segment, without=())
+    return encoded
 
 
 def pairs(values: Tensor | None = None, lengths: tuple[int, ...] = (ROWS,) * HEADS) -> DenseSegment:
@@ -57,22 +57,22 @@ def pairs(values: Tensor | None = None, lengths: tuple[int, ...] = (ROWS,) * HEA
 
 
 def test_pairs_are_the_nearest_levels_and_the_coded_rest_of_the_prediction() -> None:
-    how, segment = codec(), pairs()
-    keys, values = (side.view(HEADS, ROWS, DIM) for side in encode(how, segment).read(slice(None)))
+    coder, segment = codec(), pairs()
+    keys, values = (side.view(HEADS, ROWS, DIM) for side in encode(coder, segment).read(slice(None)))
     exact_keys, exact_values = segment.keys.view_as(keys), segment.values.view_as(values)
     expected = (((exact_keys.clamp(-2, 2) + 2) * 7 / 4).round() * 4 / 7) - 2
     torch.testing.assert_close(keys, expected, atol=2e-3, rtol=1e-3)
     book = gaussian(2, torch.device("cpu")).flatten()
     for h in range(HEADS):
-        prediction = keys[h] @ how.weight[h].float() + how.offset[h].float()
+        prediction = keys[h] @ coder.weight[h].float() + coder.offset[h].float()
         turned = (exact_values[h] - prediction) @ hadamard(DIM, torch.device("cpu"))
         norm = turned.norm(dim=1, keepdim=True)
         nearest = book[(turned[..., None] / norm[..., None] * DIM**0.5 - book).abs().argmin(-1)]
-        rest = nearest / nearest.norm(dim=1, keepdim=True) * norm @ hadamard(DIM, torch.device("cpu"))
-        torch.testing.assert_close(values[h], prediction + rest, atol=0.03, rtol=0.01)  # scales of 16 bits
+        residual = nearest / nearest.norm(dim=1, keepdim=True) * norm @ hadamard(DIM, torch.device("cpu"))
+        torch.testing.assert_close(values[h], prediction + residual, atol=0.03, rtol=0.01)  # scales of 16 bits
 
 
-def test_what_is_predicted_exactly_costs_nothing_and_zero_is_no_prediction() -> None:
+def test_exact_predictions_leave_no_error_and_zero_is_no_prediction() -> None:
     how = codec(bits=(2, 2))
     decoded = encode(how, pairs()).read(slice(None))[0].view(HEADS, ROWS, DIM)
     values = decoded @ how.weight.float() + how.offset.float()[:, None]
@@ -81,7 +81,7 @@ def test_what_is_predicted_exactly_costs_nothing_and_zero_is_no_prediction() -> 
     plain = codec(torch.zeros(HEADS, DIM, DIM).half(), torch.zeros(HEADS, DIM).half(), bits=(2, 2))
     read = encode(plain, pairs()).read(slice(None))[1]
     error = (read - pairs().values).square().mean() / pairs().values.square().mean()
-    assert 0.08 < float(error) < 0.17  # that of four levels of a Gaussian with its norm given back, and no more
+    assert 0.08 < float(error) < 0.17  # error of four levels of a Gaussian with its norm restored, and no more
     assert torch.equal(
         encode(plain, pairs(torch.zeros(HEADS * ROWS, DIM))).read(slice(None))[1], torch.zeros(HEADS * ROWS, DIM)
     )
@@ -132,7 +132,7 @@ def test_no_decoded_copy_is_made_to_read(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_predictors_are_the_least_squares_on_the_keys_that_are_decoded(tmp_path: Path) -> None:
     model, ids = tiny_model("llama"), tokens(3, 80)
-    found = calibrate(model, ids, PredictorSettings(iterations=10), tmp_path / "made.safetensors").tensors
+    tensors = calibrate(model, ids, PredictorSettings(iterations=10), tmp_path / "made.safetensors").tensors
     seen: list[tuple[Tensor, Tensor]] = []
     attention = model.model.layers[1].self_attn
     hooks = [attention.k_proj.register_forward_hook(lambda m, x, k: seen.append((k, attention.v_proj(x[0]))))]
@@ -143,7 +143,7 @@ def test_predictors_are_the_least_squares_on_the_keys_that_are_decoded(tmp_path:
     dim = attention.head_dim
     keys, values = (torch.cat([s[i][0, 4:] for s in seen]).unflatten(1, (-1, dim)).transpose(0, 1) for i in (0, 1))
     for bits in (2, 4):
-        levels = found[f"1.keys.{bits}"][..., 0].float()
+        levels = tensors[f"1.keys.{bits}"][..., 0].float()
         nearest = (keys[..., None] - levels[:, None]).abs().argmin(-1)
         decoded = levels[:, None].expand(-1, keys.shape[1], -1, -1).gather(3, nearest[..., None])[..., 0]
         for h in range(len(keys)):
@@ -151,8 +151,8 @@ def test_predictors_are_the_least_squares_on_the_keys_that_are_decoded(tmp_path:
             spread = (decoded[h] - decoded[h].mean(0)).square().sum(0).mean() * 1e-3
             ridge = torch.diag(torch.tensor([float(spread)] * dim + [0.0], dtype=torch.float64))
             solved = torch.linalg.solve(ones.T @ ones + ridge, ones.T @ values[h].double())
-            made = torch.cat([found[f"1.weight.{bits}"][h], found[f"1.offset.{bits}"][h, None]]).double()
-            torch.testing.assert_close(made, solved, atol=2e-3, rtol=2e-2)
+            fitted = torch.cat([tensors[f"1.weight.{bits}"][h], tensors[f"1.offset.{bits}"][h, None]]).double()
+            torch.testing.assert_close(fitted, solved, atol=2e-3, rtol=2e-2)
 
 
 def test_a_regression_leaves_no_more_than_the_mean_does() -> None:
@@ -181,7 +181,7 @@ def test_prediction_halves_the_error_of_values_on_the_reference_model() -> None:
     for bits, share in ((4, 0.55), (3, 0.6), (2, 0.75)):
         alone = error(
             f"rotated:bits={bits},residual_length=0,sinks=4"
-        )  # as many bits, and the mean of each head for nothing
+        )  # as many bits, and the mean of each head for free
         assert error(f"aquakv:bits={bits}") < share * alone
 
 
@@ -190,19 +190,19 @@ def test_heads_and_rows_may_keep_different_pairs(family: str, predictors: dict[s
     ids, mask = padded_batch([120, 75])
     spec = f"aquakv:bits=(3,2),calibration='{predictors[family]}'"
     model = tiny_model(family)
-    plain, cache, whole = (
+    plain, cache, full_cache = (
         prefill(model, kvpress.get_press(press), ids, mask)
         for press in ("adakv(knorm:0.4)", f"adakv(knorm:0.4)+{spec}", "none")
     )
     assert positions(cache) == positions(plain)
-    (part,) = (part for part in cache.layers[0].store.sealed if isinstance(part, PredictedSegment))
-    assert len(set(part.layout.lengths)) > 1
-    exact = whole.layers[0].values.flatten(0, 1)[part.layout.stream_of_row, part.slots()]
-    read = part.read(slice(None))[1]
+    (segment,) = (segment for segment in cache.layers[0].store.sealed if isinstance(segment, PredictedSegment))
+    assert len(set(segment.layout.lengths)) > 1
+    exact = full_cache.layers[0].values.flatten(0, 1)[segment.layout.stream_of_row, segment.slots()]
+    read = segment.read(slice(None))[1]
     assert (read - exact).square().sum() < 0.17 * exact.square().sum()  # two bits and a prediction
 
 
-def test_what_cannot_be_predicted_is_refused(predictors: dict[str, Path], tmp_path: Path) -> None:
+def test_missing_and_foreign_predictors_are_refused(predictors: dict[str, Path], tmp_path: Path) -> None:
     ids = tokens(1, 60)
     cases: list[tuple[str, str]] = [
         ("aquakv", "aquakv.safetensors was made for .*differs from this model in layers 4 .here 3."),

@@ -53,10 +53,12 @@ def test_every_layer_is_stored_in_its_own_bits() -> None:
 @given(st.lists(st.lists(st.floats(0, 100), min_size=3, max_size=3), min_size=1, max_size=6), st.floats(2, 5))
 def test_a_budget_goes_where_errors_are_least(errors: list[list[float]], average: float) -> None:
     widths = (2, 3, 4)
-    allowed = [given for given in itertools.product(widths, repeat=len(errors)) if sum(given) <= average * len(errors)]
+    allowed = [
+        choice for choice in itertools.product(widths, repeat=len(errors)) if sum(choice) <= average * len(errors)
+    ]
 
-    def total(given: Sequence[int]) -> float:
-        return sum(row[widths.index(bits)] for row, bits in zip(errors, given, strict=True))
+    def total(choice: Sequence[int]) -> float:
+        return sum(row[widths.index(bits)] for row, bits in zip(errors, choice, strict=True))
 
     bits = allocate(errors, widths, average)
     assert tuple(bits) in allowed

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bits of pairs of channels: their allocation, the rotation within groups of equal bits, and what is stored of keys."""
+"""Bits of pairs of channels: their allocation, the rotation within groups of equal bits, and the stored keys."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def spread(seed: int = 0) -> Tensor:
 
 def keys_of(energy: Tensor, rows: int) -> Tensor:
     """Keys of all heads, head by head, whose pairs have these energies, [H * rows, D]."""
-    drawn = torch.randn(HEADS, rows, DIM, generator=torch.Generator().manual_seed(1))
+    normal = torch.randn(HEADS, rows, DIM, generator=torch.Generator().manual_seed(1))
     size = torch.empty(HEADS, DIM)
     size[:, pairs_of(DIM, DIM)] = (energy / 2).sqrt()[..., None].expand(-1, -1, 2)
-    return (drawn * size[:, None]).flatten(0, 1)
+    return (normal * size[:, None]).flatten(0, 1)
 
 
 def codec_of(energy: Tensor, bits: int) -> BlockCodec:
@@ -54,15 +54,15 @@ def test_greedy_bits_are_the_best_of_all(total: int) -> None:
     bits = allocate(energy, total)
     assert sum(bits) == total
     assert all(1 <= b <= 8 for b in bits)
-    found = sum(e / 4**b for e, b in zip(energy, bits, strict=True))
+    error = sum(e / 4**b for e, b in zip(energy, bits, strict=True))
     levels = [range(1, 9)] * 5
-    most = 8**5
+    num_choices = 8**5
     tried = torch.tensor(list(product(*levels)), dtype=torch.float64)
-    assert len(tried) == most
-    last = total - tried.sum(1)  # the sixth pair gets what is left
-    whole = torch.cat([tried, last[:, None]], dim=1)[(last >= 1) & (last <= 8)]
-    errors = (torch.tensor(energy, dtype=torch.float64) * 4.0**-whole).sum(1)
-    assert found == pytest.approx(float(errors.min()), rel=1e-12)
+    assert len(tried) == num_choices
+    last = total - tried.sum(1)  # the sixth pair gets the remaining bits
+    choices = torch.cat([tried, last[:, None]], dim=1)[(last >= 1) & (last <= 8)]
+    errors = (torch.tensor(energy, dtype=torch.float64) * 4.0**-choices).sum(1)
+    assert error == pytest.approx(float(errors.min()), rel=1e-12)
 
 
 @pytest.mark.parametrize("total", [5, 49])
@@ -103,45 +103,47 @@ def test_channels_without_an_embedding_have_groups_of_their_own() -> None:
 
 
 def test_an_embedding_commutes_with_turns_inside_its_pairs_only() -> None:
-    drawn = torch.Generator().manual_seed(3)
-    keys = torch.randn(7, DIM, generator=drawn, dtype=torch.float64)
-    angles = torch.rand(7, DIM // 2, generator=drawn, dtype=torch.float64) * 6
+    generator = torch.Generator().manual_seed(3)
+    keys = torch.randn(7, DIM, generator=generator, dtype=torch.float64)
+    angles = torch.rand(7, DIM // 2, generator=generator, dtype=torch.float64) * 6
     cos, sin = angles.cos(), angles.sin()
     inside, across = (torch.eye(DIM, dtype=torch.float64) for _ in range(2))
     turn = torch.tensor([[0.6, -0.8], [0.8, 0.6]], dtype=torch.float64)
     for pair in pairs_of(DIM, DIM):
         inside[pair[:, None], pair] = turn
     first, second = pairs_of(DIM, DIM)[:2, 0]
-    both = torch.stack([first, second])
-    across[both[:, None], both] = turn
-    moved = [
+    channels = torch.stack([first, second])
+    across[channels[:, None], channels] = turn
+    differences = [
         (rotate_halves(keys, cos, sin) @ m - rotate_halves(keys @ m, cos, sin)).abs().max() for m in (inside, across)
     ]
-    assert moved[0] < 1e-12
-    assert moved[1] > 0.1
+    assert differences[0] < 1e-12
+    assert differences[1] > 0.1
 
 
-def test_what_is_read_is_what_digits_stand_for() -> None:
+def test_decoded_keys_are_the_sums_of_their_digits() -> None:
     energy, rows = spread(), 40
     keys = keys_of(energy, rows)
     segment = coded(energy, 3, keys)
-    found = segment.read(slice(None))[0]
+    decoded = segment.read(slice(None))[0]
     bits = kernels.unpack(segment.keys.codes, 1)
     for h in range(HEADS):
-        mine, digits = slice(h * rows, (h + 1) * rows), segment.digits
+        rows_of_head, digits = slice(h * rows, (h + 1) * rows), segment.digits
         channels = torch.zeros(rows, DIM)
         for s in range(bits.shape[1]):
-            channels[:, digits.channel[h, s]] += digits.weight[h, s] * (2.0 * bits[mine, s] - 1)
-        scale = segment.keys.row_scale[mine, None].float()
-        torch.testing.assert_close(found[mine], channels * scale @ digits.rotation[h].float().T, atol=1e-4, rtol=1e-4)
+            channels[:, digits.channel[h, s]] += digits.weight[h, s] * (2.0 * bits[rows_of_head, s] - 1)
+        scale = segment.keys.row_scale[rows_of_head, None].float()
+        torch.testing.assert_close(
+            decoded[rows_of_head], channels * scale @ digits.rotation[h].float().T, atol=1e-4, rtol=1e-4
+        )
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3])
 def test_keys_keep_their_norms(bits: int) -> None:
     """Least squares alone would shorten keys of one bit by a fifth, and all logits with them."""
     keys = keys_of(torch.ones(HEADS, DIM // 2), 200)
-    found = coded(torch.ones(HEADS, DIM // 2), bits, keys).read(slice(None))[0]
-    assert float((found.norm(dim=1) / keys.norm(dim=1)).mean()) == pytest.approx(1, abs=0.02)
+    decoded = coded(torch.ones(HEADS, DIM // 2), bits, keys).read(slice(None))[0]
+    assert float((decoded.norm(dim=1) / keys.norm(dim=1)).mean()) == pytest.approx(1, abs=0.02)
 
 
 @pytest.mark.parametrize("listed", [False, True])
@@ -160,13 +162,13 @@ def test_kernels_read_digits_as_they_are_stored(listed: bool) -> None:
 
 
 def test_values_may_be_digits_too() -> None:
-    """What a sum of rows of digits stands for is the sum of what they stand for, and so are products with them."""
+    """Decoding is linear: a sum of rows of digits decodes to the sum of the decoded rows, and so do products with queries."""
     digits = coded(spread(), 2, keys_of(spread(), 4)).digits.operand()
     rows, q = torch.randn(2, 6, 2 * DIM), torch.randn(2, 3, DIM)
     for stream in (None, torch.tensor([1, 0])):
-        whole = digits.leave(rows, stream)
-        torch.testing.assert_close(digits.leave(rows.sum(1, keepdim=True), stream), whole.sum(1, keepdim=True))
-        torch.testing.assert_close(digits.enter(q, stream) @ rows.mT, q @ whole.mT, atol=1e-3, rtol=1e-4)
+        decoded = digits.leave(rows, stream)
+        torch.testing.assert_close(digits.leave(rows.sum(1, keepdim=True), stream), decoded.sum(1, keepdim=True))
+        torch.testing.assert_close(digits.enter(q, stream) @ rows.mT, q @ decoded.mT, atol=1e-3, rtol=1e-4)
 
 
 def test_a_basis_of_digits_takes_no_centre() -> None:
@@ -194,16 +196,16 @@ def test_errors_of_logits_are_below_those_of_equal_bits(bits: int) -> None:
 
 def test_energies_of_a_model_are_means_of_squares(tmp_path: Path) -> None:
     model, ids = tiny_model("llama"), tokens(2, 40)
-    found = calibrate(model, ids, EnergySettings(), tmp_path / "energies.safetensors").tensors
+    tensors = calibrate(model, ids, EnergySettings(), tmp_path / "energies.safetensors").tensors
     layer = model.model.layers[0]
     hidden = layer.input_layernorm(model.model.embed_tokens(ids))[:, 4:]
     dim = layer.self_attn.head_dim
     for name, projection in (("queries", layer.self_attn.q_proj), ("keys", layer.self_attn.k_proj)):
         squares = projection(hidden).unflatten(2, (-1, dim)).square().mean((0, 1))  # an embedding leaves them
-        heads = found[f"0.{name}"].shape[0]
+        heads = tensors[f"0.{name}"].shape[0]
         expected = squares.unflatten(0, (heads, -1)).mean(1)[:, pairs_of(dim, dim)].sum(2)
-        torch.testing.assert_close(found[f"0.{name}"], expected, atol=1e-5, rtol=1e-4)
-    assert found["0.rotated"].tolist() == [dim]
+        torch.testing.assert_close(tensors[f"0.{name}"], expected, atol=1e-5, rtol=1e-4)
+    assert tensors["0.rotated"].tolist() == [dim]
 
 
 def test_keys_of_the_reference_model_lose_less_than_behind_one_rotation() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Size is met, layers share by error, and what the size decides cannot be said twice."""
+"""A size is met, layers share it by error, and settings that the size decides are refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_size_is_met(spec: str, smaller: int, reference: Any) -> None:
     with press(reference) as session:
         reference.generate(ids, max_new_tokens=1, do_sample=False)
     report = kvpress.memory_report(session.cache)
-    # A layer that keeps all pairs needs no places and weights, and a pair is a larger part of a small cache.
+    # A layer that keeps all pairs needs no slots and log-weights, and a pair is a larger share of a small cache.
     assert 0.99 * smaller <= report.uncompressed_bytes / report.total_bytes <= 1.04 * smaller
     planned = plan(press, Geometry.of(reference.config), 2048)
     assert planned.total_bytes == pytest.approx(report.total_bytes, rel=0.04)
@@ -47,30 +47,30 @@ def test_bytes_are_met(spec: str, size: str, reference: Any) -> None:
     press = kvpress.get_press(f"{spec}:bytes={size}")
     with press(reference) as session:
         reference.generate(ids, max_new_tokens=1, do_sample=False)
-    held = kvpress.memory_report(session.cache).total_bytes
-    # Of 30 KB, one pair of each of the 32 heads is 4%; layers that keep all pairs need no places.
-    assert 0.98 * parse_bytes(size) <= held <= parse_bytes(size)
-    assert plan(press, Geometry.of(reference.config), 1024).total_bytes == pytest.approx(held, rel=0.04)
+    held_bytes = kvpress.memory_report(session.cache).total_bytes
+    # One pair of each of the 32 heads is 4% of 30 KB; layers that keep all pairs need no slots.
+    assert 0.98 * parse_bytes(size) <= held_bytes <= parse_bytes(size)
+    assert plan(press, Geometry.of(reference.config), 1024).total_bytes == pytest.approx(held_bytes, rel=0.04)
 
 
 def test_a_factor_and_its_bytes_are_the_same_cache(reference: Any) -> None:
-    """1024 tokens take 2 MiB, so that 20 times smaller is a twentieth of it: the same bits, pairs and answers."""
+    """1024 tokens take 2 MiB, so 20 times smaller and a twentieth of it in bytes give the same bits, pairs and answers."""
     ids = torch.randint(5, 900, (1, 1024), generator=torch.Generator().manual_seed(1))
-    held = []
+    segments = []
     for size in ("smaller=20", f"bytes={2**21 // 20}"):
         with kvpress.get_press(f"frontier:{size}")(reference) as session:
             torch.manual_seed(0)
             reference.generate(ids, max_new_tokens=1, do_sample=False)
-        held.append([store.sealed[0] for store in (layer.store for layer in session.cache.layers)])
-    for one, other in zip(*held, strict=True):
-        assert one.layout.lengths == other.layout.lengths
-        assert one.keys.bits == other.keys.bits == 3
-        assert torch.equal(one.keys.codes, other.keys.codes)
-        assert torch.equal(one.values.codes, other.values.codes)
+        segments.append([store.sealed[0] for store in (layer.store for layer in session.cache.layers)])
+    for by_factor, by_bytes in zip(*segments, strict=True):
+        assert by_factor.layout.lengths == by_bytes.layout.lengths
+        assert by_factor.keys.bits == by_bytes.keys.bits == 3
+        assert torch.equal(by_factor.keys.codes, by_bytes.keys.codes)
+        assert torch.equal(by_factor.values.codes, by_bytes.values.codes)
 
 
 def test_windows_count_among_the_bytes() -> None:
-    """Gemma 3 has layers of both kinds: what windows hold is left to the others, and bytes they fill alone are refused."""
+    """Gemma 3 has sliding windows too: their bytes are subtracted from the size, and a size that they fill alone is refused."""
     model = tiny_model("gemma3_text")
     geometry = Geometry.of(model.config)
     windows = Room(geometry, bytes=1).beside(300)
@@ -78,8 +78,10 @@ def test_windows_count_among_the_bytes() -> None:
     size = windows + 12_000
     with kvpress.FrontierPress(bytes=size)(model) as session:
         model.generate(tokens(1, 300), max_new_tokens=2, do_sample=False)  # transformers cuts windows at the next token
-    held = kvpress.memory_report(session.cache).total_bytes - 4 * 2 * 32 * 4  # a pair of each head that was generated
-    assert 0.98 * size <= held <= 1.01 * size
+    held_bytes = (
+        kvpress.memory_report(session.cache).total_bytes - 4 * 2 * 32 * 4
+    )  # a pair of each head that was generated
+    assert 0.98 * size <= held_bytes <= 1.01 * size
     with (
         pytest.raises(ValueError, match=rf"layers with a sliding window take {windows} bytes"),
         kvpress.FrontierPress(bytes=windows)(model),
@@ -97,8 +99,8 @@ def test_a_factor_that_windows_keep_from_being_reached_is_warned_of_once(spec: s
     with warnings.catch_warnings(record=True) as caught, kvpress.get_press(spec)(model) as session:
         warnings.simplefilter("always")
         model.generate(ids, max_new_tokens=2, do_sample=False)
-    (said,) = [str(one.message) for one in caught if "sliding window" in str(one.message)]
-    assert re.search(words, said)
+    (message,) = [str(warning.message) for warning in caught if "sliding window" in str(warning.message)]
+    assert re.search(words, message)
     report = kvpress.memory_report(session.cache)
     assert 4.2 < report.compression_factor < 4.6
     assert report.shrinking.compression_factor > 9
@@ -113,11 +115,11 @@ def test_bytes_that_hold_sixteen_pairs_are_the_least() -> None:
     model, ids = tiny_model("llama"), tokens(1, 300)
     with pytest.raises(ValueError, match="16 pairs of each of 6 heads stay, in 2 bits") as refused:
         plan(kvpress.FrontierPress(bytes=1), Geometry.of(model.config), 300)
-    least = int(re.search(r"at least (\d+)", str(refused.value))[1])  # type: ignore[index]
-    with kvpress.FrontierPress(bytes=least)(model) as session:
+    smallest = int(re.search(r"at least (\d+)", str(refused.value))[1])  # type: ignore[index]
+    with kvpress.FrontierPress(bytes=smallest)(model) as session:
         model.generate(ids, max_new_tokens=1, do_sample=False)
-    assert kvpress.memory_report(session.cache).total_bytes <= least
-    with pytest.raises(ValueError, match="too small"), kvpress.FrontierPress(bytes=least - 2)(model) as session:
+    assert kvpress.memory_report(session.cache).total_bytes <= smallest
+    with pytest.raises(ValueError, match="too small"), kvpress.FrontierPress(bytes=smallest - 2)(model) as session:
         model.generate(ids, max_new_tokens=1, do_sample=False)
     assert session.cache is None
 
@@ -126,11 +128,15 @@ def test_a_prompt_that_fits_stays_as_it_is() -> None:
     model, ids = tiny_model("llama"), tokens(2, 90)
     plain = model.generate(ids, max_new_tokens=40, do_sample=False, output_logits=True, return_dict_in_generate=True)
     with kvpress.FrontierPress(bytes="1MB")(model) as session:
-        held = model.generate(ids, max_new_tokens=40, do_sample=False, output_logits=True, return_dict_in_generate=True)
-    torch.testing.assert_close(torch.stack(held.logits), torch.stack(plain.logits), rtol=1e-4, atol=1e-4)
+        output = model.generate(
+            ids, max_new_tokens=40, do_sample=False, output_logits=True, return_dict_in_generate=True
+        )
+    torch.testing.assert_close(torch.stack(output.logits), torch.stack(plain.logits), rtol=1e-4, atol=1e-4)
     report = kvpress.memory_report(session.cache)
     assert report.kept == report.seen
-    assert all(not isinstance(part, RotatedSegment) for layer in session.cache.layers for part in layer.store.sealed)
+    assert all(
+        not isinstance(segment, RotatedSegment) for layer in session.cache.layers for segment in layer.store.sealed
+    )
 
 
 def test_rows_of_a_batch_have_bits_of_their_own() -> None:
@@ -143,19 +149,19 @@ def test_rows_of_a_batch_have_bits_of_their_own() -> None:
     options |= {"output_logits": True, "return_dict_in_generate": True}
     press = kvpress.get_press("budgeted(knorm):bytes=20000")
     with press(model) as session:
-        both = model.generate(ids, attention_mask=mask, **options)
+        together = model.generate(ids, attention_mask=mask, **options)
     stores = [layer.store for layer in session.cache.layers]
     kinds = [
         {getattr(getattr(leaf, "keys", None), "bits", 16) for leaf in leaves(store.segments[:1])} for store in stores
     ]
     assert kinds == [{3, 4, 16}] * 3
-    assert all(len(store.segments) <= 2 for store in stores)  # tiles that follow join
+    assert all(len(store.segments) <= 2 for store in stores)  # tiles that follow are joined
     for row, length in enumerate(lengths):
-        with press(model) as own:
+        with press(model) as row_session:
             alone = model.generate(ids[row : row + 1, longest - length :], **options)
-        assert alone.sequences[0, length:].tolist() == both.sequences[row, longest:].tolist()
-        torch.testing.assert_close(alone.logits[0][0], both.logits[0][row], rtol=1e-4, atol=1e-4)
-        assert lengths_held(stores, row) == lengths_held([layer.store for layer in own.cache.layers], 0)
+        assert alone.sequences[0, length:].tolist() == together.sequences[row, longest:].tolist()
+        torch.testing.assert_close(alone.logits[0][0], together.logits[0][row], rtol=1e-4, atol=1e-4)
+        assert lengths_held(stores, row) == lengths_held([layer.store for layer in row_session.cache.layers], 0)
 
 
 def lengths_held(stores: list[Any], row: int) -> list[list[int]]:
@@ -165,14 +171,14 @@ def lengths_held(stores: list[Any], row: int) -> list[list[int]]:
 
 @pytest.mark.parametrize(("size", "bits"), [("80KB", 4), ("115KB", 4)])
 def test_later_turns_are_cut_to_the_same_bytes(size: str, bits: int) -> None:
-    """In the bits of the first prompt, which all pairs keep: turns of 300 tokens, of which the first fits whole or not."""
+    """All turns of 300 tokens use the bits of the first prompt, whether the first fits whole or not."""
     model, ids = tiny_model("llama"), tokens(1, 900)
     with kvpress.FrontierPress(bytes=size)(model) as session:
         cache = model(ids[:, :300], use_cache=True).past_key_values
         for end in (600, 900):
             model(ids[:, end - 300 : end], past_key_values=cache)
-            held = kvpress.memory_report(session.cache).total_bytes
-            assert held <= parse_bytes(size)
+            held_bytes = kvpress.memory_report(session.cache).total_bytes
+            assert held_bytes <= parse_bytes(size)
     assert {part.keys.bits for layer in cache.layers for part in layer.store.segments} == {bits}
 
 
@@ -191,7 +197,7 @@ FORMS = [
 
 @pytest.mark.parametrize("spec", FORMS)
 def test_later_turns_keep_the_size(spec: str, reference: Any) -> None:
-    """Turns of several tokens, generated ones between two of them: neither more than the size, nor 1% less, encoded whole."""
+    """The size holds over turns of several tokens with generated ones between them, within 1.5%, all tiles encoded."""
     ids = torch.randint(5, 900, (1, 700), generator=torch.Generator().manual_seed(0))
     cache, seen, press = DynamicCache(config=reference.config), 0, kvpress.get_press(spec)
     for tokens_read in (512, 32, 5, *[1] * 9, 70, 32):
@@ -218,10 +224,10 @@ def test_every_row_of_a_batch_keeps_the_size() -> None:
             model(later, attention_mask=longer, position_ids=position_ids(longer, 40), past_key_values=cache)
         stores = [layer.store for layer in session.cache.layers]
         for row, length in enumerate((300, 220)):
-            with press(model) as own:
+            with press(model) as row_session:
                 cache = model(ids[row : row + 1, 300 - length :], use_cache=True).past_key_values
                 model(later[row : row + 1], past_key_values=cache)
-            alone = [layer.store for layer in own.cache.layers]
+            alone = [layer.store for layer in row_session.cache.layers]
             assert lengths_held(stores, row) == lengths_held(alone, 0)
 
 
@@ -231,8 +237,8 @@ def test_every_family_is_cut_to_size(family: str) -> None:
     with kvpress.FrontierPress(16)(model) as session:
         model.generate(tokens(2, 300), max_new_tokens=3, do_sample=False)
     growing = [layer.store for layer in session.cache.layers if hasattr(layer, "store")]
-    held = sum(sum(segment.layout.lengths) for store in growing for segment in store.segments)
-    assert 0 < held < 0.75 * sum(4 * 300 for _ in growing)
+    num_kept = sum(sum(segment.layout.lengths) for store in growing for segment in store.segments)
+    assert 0 < num_kept < 0.75 * sum(4 * 300 for _ in growing)
 
 
 def test_short_prompts_keep_sixteen_pairs_a_head() -> None:
@@ -258,18 +264,18 @@ def test_layers_share_by_the_root_of_their_error(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 def test_the_error_is_that_of_the_attention_output(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compared with attention of the newest quarter of 200 tokens over all pairs and over those that stay, weights and all."""
+    """Compare with attention of the newest quarter of 200 tokens over all pairs and over the kept, weighted ones."""
     model, seen = tiny_model(family, "eager" if family == "gpt_oss" else "sdpa"), []
 
     def attention(logit: torch.Tensor, sink: torch.Tensor | None) -> torch.Tensor:
-        """Weights, of which a sink takes a part."""
+        """Return attention weights of pairs; a sink takes its share of the sum."""
         return logit.softmax(0) if sink is None else torch.cat([logit, sink.double()[None]]).softmax(0)[:-1]
 
     def watched(layer: list[Scored], count: int) -> float:
         seen.append((error(layer, count), layer, count))
         ((scored,), queries) = layer, layer[0].view.newest_queries(QUERIES)
         view, mask = scored.view, scored.scorer.choose(scored, count)
-        lost = whole = 0.0
+        squared_error = squared_norm = 0.0
         for head in range(view.shape[1]):
             keys, values = view.keys[0, head].double(), view.values[0, head].double()
             weight, kept = scored.log_weight[0, head].double(), mask[0, head].clone()
@@ -277,13 +283,16 @@ def test_the_error_is_that_of_the_attention_output(family: str, monkeypatch: pyt
             for query_head in range(view.groups * head, view.groups * (head + 1)):
                 sink = None if view.call.sinks is None else view.call.sinks[query_head]
                 for i, query in enumerate(queries[0, query_head, -50:].double()):
-                    before = slice(0, view.length - 49 + i)
-                    logit = keys[before] @ query * view.call.logits.scale
-                    out = attention(logit, sink) @ values[before]
-                    cut = (logit + weight[before]).masked_fill(~kept[before], -torch.inf)
-                    left = attention(cut, sink) @ values[before]
-                    lost, whole = lost + float((left - out).square().sum()), whole + float(out.square().sum())
-        assert seen[-1][0] == pytest.approx(lost / whole, rel=1e-3)
+                    visible = slice(0, view.length - 49 + i)
+                    logit = keys[visible] @ query * view.call.logits.scale
+                    full_output = attention(logit, sink) @ values[visible]
+                    cut_logit = (logit + weight[visible]).masked_fill(~kept[visible], -torch.inf)
+                    cut_output = attention(cut_logit, sink) @ values[visible]
+                    squared_error, squared_norm = (
+                        squared_error + float((cut_output - full_output).square().sum()),
+                        squared_norm + float(full_output.square().sum()),
+                    )
+        assert seen[-1][0] == pytest.approx(squared_error / squared_norm, rel=1e-3)
         return seen[-1][0]
 
     monkeypatch.setattr("kvpress.quant.budgeted.error", watched)
@@ -310,6 +319,6 @@ def test_the_error_is_that_of_the_attention_output(family: str, monkeypatch: pyt
         ("budgeted(knorm:0.5):bytes=4GB", "bytes=4GB sets how many pairs stay: leave out the ratio"),
     ],
 )
-def test_what_the_size_decides_is_said_once(spec: str, words: str) -> None:
+def test_settings_that_the_size_decides_are_refused(spec: str, words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         kvpress.get_press(spec)

@@ -42,25 +42,25 @@ def grown(positions: int, compute: Embedding) -> Angles:
 def test_every_position_has_the_angles_and_the_length_of_the_model(factor: float) -> None:
     at = torch.tensor([0, 63, 64, 65, 131071])
     angles = grown(131072, embedding(factor))
-    found = Rotary(angles.coarse, angles.fine, shift=at).angles(at)
+    angles_read = Rotary(angles.coarse, angles.fine, shift=at).angles(at)
     exact = at[:, None] * FREQUENCY
-    for part, expected in zip(found, (exact.cos(), exact.sin()), strict=True):
-        assert (part - factor * expected).abs().max() < 1e-6 * factor
+    for actual, expected in zip(angles_read, (exact.cos(), exact.sin()), strict=True):
+        assert (actual - factor * expected).abs().max() < 1e-6 * factor
 
 
 def test_tables_grow_by_the_positions_that_are_missing() -> None:
-    angles, asked = Angles(), []
+    angles, newest_positions = Angles(), []
 
     def compute(positions: Tensor) -> tuple[Tensor, Tensor]:
-        asked.append(int(positions.max()))
+        newest_positions.append(int(positions.max()))
         return embedding()(positions)
 
     for positions in (10, 64, 65, 300, 200):
         angles.grow(positions, compute, CPU, "Attention")
-    whole = grown(300, embedding())
-    assert torch.equal(angles.coarse, whole.coarse)
-    assert torch.equal(angles.fine, whole.fine)
-    assert asked == [63, 64, 299]
+    at_once = grown(300, embedding())
+    assert torch.equal(angles.coarse, at_once.coarse)
+    assert torch.equal(angles.fine, at_once.fine)
+    assert newest_positions == [63, 64, 299]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

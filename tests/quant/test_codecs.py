@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds for every codec, inside a model."""
+"""Properties of every codec, inside a model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SPREAD = (
     *("kvarn", "saw_int4_blocks", "fp8", "nvfp4", "mxfp4", "rotated", "turboquant", "block_gtq", "cq", "kvquant"),
     "aquakv",
 )
-"""Codecs whose error in one channel depends on what others of the pair hold, or on what a book was made for."""
+"""Codecs whose error in one channel depends on other channels of the pair or on the data of a codebook."""
 FAMILIES = ["llama", "qwen3", "phi3"]
 Fitted = dict[str, dict[str, Path]]
 """Calibration files by family and method."""
@@ -55,12 +55,12 @@ Fitted = dict[str, dict[str, Path]]
 def fitted(
     books: dict[str, Path], levels: dict[str, Path], predictors: dict[str, Path], energies: dict[str, Path]
 ) -> Fitted:
-    made = {"cq": books, "kvquant": levels, "aquakv": predictors, "block_gtq": energies}
-    return {family: {name: files[family] for name, files in made.items()} for family in FAMILIES}
+    files_by_method = {"cq": books, "kvquant": levels, "aquakv": predictors, "block_gtq": energies}
+    return {family: {name: files[family] for name, files in files_by_method.items()} for family in FAMILIES}
 
 
 def coding() -> set[str]:
-    """Names of all that stores codes; `think` and `leank` leave channels out instead, and have tests of their own."""
+    """Return the names of all presses that store codes; `think` and `leank` leave channels out and have tests of their own."""
     return {entry.name for entry in kvpress.list_presses() if entry.role == "quantise"} - {"think", "leank"}
 
 
@@ -118,12 +118,12 @@ def test_decoding_equals_attention_over_the_decoded_pairs(name: str, family: str
             decoded = DynamicCache()
             for index, layer in enumerate(cache.layers if checked else []):
                 decoded.update(layer.keys, layer.values, index)
-            found = model(new, past_key_values=cache).logits
+            logits = model(new, past_key_values=cache).logits
             if checked:
                 expected = model(new, past_key_values=decoded).logits
                 # Kernels round queries to 16 bits for keys with one scale; the zeros of these are half of their range.
                 tolerance = 1e-2 if name == "rotated" else 2e-3
-                torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+                torch.testing.assert_close(logits, expected, atol=tolerance, rtol=tolerance)
     assert all(layer.store.segments for layer in cache.layers)
 
 
@@ -131,12 +131,12 @@ def test_decoding_equals_attention_over_the_decoded_pairs(name: str, family: str
 def test_rows_do_not_influence_each_other(name: str, fitted: Fitted) -> None:
     ids, mask = padded_batch([120, 75])
     together, alone = read(press_of(name, fitted), ids, mask), read(press_of(name, fitted), ids[1:, -75:])
-    # The first layer's pairs do not depend on what attention returned.
+    # Pairs of the first layer do not depend on attention outputs.
     pairs = zip(together.layers[0].store.segments, alone.layers[0].store.segments, strict=True)
-    for whole, single in pairs:
+    for batch_segment, alone_segment in pairs:
         for head in range(2):
-            for found, expected in zip(contents(whole, 2 + head), contents(single, head), strict=True):
-                torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+            for actual, expected in zip(contents(batch_segment, 2 + head), contents(alone_segment, head), strict=True):
+                torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
 @every_codec
@@ -223,8 +223,8 @@ def test_the_salient_pairs_have_the_smaller_error(fitted: Fitted) -> None:
     assert isinstance(segment, MixedSegment)
     salient = segment.in_second.view(4, -1)
     assert salient.sum(dim=1).tolist() == [60] * 4
-    for found, expected in zip(segment.read(slice(None)), (exact.keys, exact.values), strict=True):
-        error = (found.view(4, 200, -1) - expected.flatten(0, 1)).square().mean(-1)
+    for decoded, expected in zip(segment.read(slice(None)), (exact.keys, exact.values), strict=True):
+        error = (decoded.view(4, 200, -1) - expected.flatten(0, 1)).square().mean(-1)
         assert error[salient].mean() < error[~salient].mean() / 4
 
 

@@ -51,18 +51,18 @@ def test_kmeans_improves_in_every_round_and_follows_the_weights() -> None:
     _, history = kmeans(points, weights, 16, 30, 0)
     assert history == sorted(history, reverse=True)
     weights[0, :100] = 1000
-    found, _ = kmeans(points, weights, 16, 30, 0)
+    weighted, _ = kmeans(points, weights, 16, 30, 0)
     plain, _ = kmeans(points, torch.ones(1, 2000), 16, 30, 0)
     heavy = points[:, :100]
-    assert float(assign(heavy, found)[1].mean()) < 0.85 * float(assign(heavy, plain)[1].mean())
+    assert float(assign(heavy, weighted)[1].mean()) < 0.85 * float(assign(heavy, plain)[1].mean())
 
 
 def test_equal_weights_are_no_weights_and_a_seed_repeats() -> None:
     points = correlated(500, 4, 0.5)[None]
-    one, _ = kmeans(points, torch.ones(1, 500), 8, 10, 3)
-    two, _ = kmeans(points, torch.full((1, 500), 0.25), 8, 10, 3)
-    assert torch.equal(one, kmeans(points, torch.ones(1, 500), 8, 10, 3)[0])
-    torch.testing.assert_close(one, two)
+    unit_weights, _ = kmeans(points, torch.ones(1, 500), 8, 10, 3)
+    quarter_weights, _ = kmeans(points, torch.full((1, 500), 0.25), 8, 10, 3)
+    assert torch.equal(unit_weights, kmeans(points, torch.ones(1, 500), 8, 10, 3)[0])
+    torch.testing.assert_close(unit_weights, quarter_weights)
 
 
 def test_as_many_centroids_as_points_leave_no_error() -> None:
@@ -78,16 +78,16 @@ def test_pairs_that_are_in_the_book_come_back(coupled: int, bits: int) -> None:
     keys, values = torch.randn(2, heads, rows, dim, generator=torch.Generator().manual_seed(0)).half().float()
 
     def book(x: torch.Tensor) -> torch.Tensor:
-        whole = torch.zeros(heads, dim // coupled, 2**bits, coupled)
-        whole[:, :, :rows] = x.unflatten(2, (-1, coupled)).transpose(1, 2)
-        return whole.half()
+        entries = torch.zeros(heads, dim // coupled, 2**bits, coupled)
+        entries[:, :, :rows] = x.unflatten(2, (-1, coupled)).transpose(1, 2)
+        return entries.half()
 
     codec = CoupledCodec(book(keys), book(values), (bits, bits), (coupled, coupled), 0)
     segment = DenseSegment(keys.flatten(0, 1), values.flatten(0, 1), Layout([rows] * heads), first=[0] * heads)
-    found = codec.encode(segment, Sealing(heads))
-    for decoded, expected in zip(found.read(slice(None)), (keys, values), strict=True):
+    encoded = codec.encode(segment, Sealing(heads))
+    for decoded, expected in zip(encoded.read(slice(None)), (keys, values), strict=True):
         torch.testing.assert_close(decoded, expected.flatten(0, 1))
-    assert sum(t.nbytes for t in found.storage()["codes"]) == heads * rows * 2 * dim // coupled * bits // 8
+    assert sum(t.nbytes for t in encoded.storage()["codes"]) == heads * rows * 2 * dim // coupled * bits // 8
 
 
 def test_one_bit_per_value_decodes_near_the_exact_keys_of_the_reference_model() -> None:
@@ -149,8 +149,8 @@ def test_generation_with_the_shipped_books_stays_close() -> None:
 
 def test_only_layers_that_grow_have_books(tmp_path: Path) -> None:
     model, out = tiny_model("gemma3_text"), tmp_path / "books.safetensors"
-    found = calibrate(model, tokens(2, 60), CoupledSettings((2, 2), (4, 4), iterations=2), out)
-    assert {name.split(".")[0] for name in found.tensors} == {"1", "2"}
+    calibration = calibrate(model, tokens(2, 60), CoupledSettings((2, 2), (4, 4), iterations=2), out)
+    assert {name.split(".")[0] for name in calibration.tensors} == {"1", "2"}
     press = kvpress.CoupledQuantPress(4, 2, str(out), residual_length=8, sinks=0)
     with press(model) as session:
         model.generate(tokens(2, 60), max_new_tokens=40, min_new_tokens=40)
@@ -160,15 +160,15 @@ def test_only_layers_that_grow_have_books(tmp_path: Path) -> None:
 
 
 def test_a_copied_cache_is_encoded_as_the_original_would_be(books: dict[str, Path]) -> None:
-    """New codes join those that the copy shares with its original, since both are of the same books and angles."""
+    """Codes of later tokens join the ones that a copy shares with its original, since both use the same books and angles."""
     model = tiny_model("llama")
     press = kvpress.get_press(f"cq:coupled=2,bits=4,residual_length=4,calibration={books['llama']}")
     cache = prefill(model, press, tokens(1, 60))
     twin = copy.deepcopy(cache)
-    for each in (cache, twin):
+    for either in (cache, twin):
         with press(model):
             for seed in range(70):
-                model(tokens(1, 1, seed=seed), past_key_values=each)
-    segments = [[len(layer.store.segments) for layer in each.layers] for each in (cache, twin)]
+                model(tokens(1, 1, seed=seed), past_key_values=either)
+    segments = [[len(layer.store.segments) for layer in either.layers] for either in (cache, twin)]
     assert segments[0] == segments[1]
     assert kvpress.memory_report(twin).total_bytes == kvpress.memory_report(cache).total_bytes

@@ -29,9 +29,9 @@ def segment(lengths: list[int] | None = None, size: float = 1.0, seed: int = 0) 
 
 
 def encode(format: Format, pairs: DenseSegment, *earlier: Segment) -> FloatSegment:
-    found = FloatCodec(format, 0).encode(pairs, Sealing(1, earlier=earlier))
-    assert isinstance(found, FloatSegment)
-    return found
+    encoded = FloatCodec(format, 0).encode(pairs, Sealing(1, earlier=earlier))
+    assert isinstance(encoded, FloatSegment)
+    return encoded
 
 
 def e4m3(x: float) -> float:
@@ -50,29 +50,29 @@ def expected(format: Format, row: Tensor, factor: float) -> list[float]:
     if format == "fp8":
         scale = float((row.abs().max() / 448).half())
         return [scale * e4m3(float(x) / scale) for x in row]
-    found: list[float] = []
-    for part in row.split(16 if format == "nvfp4" else 32):
-        largest = float(part.abs().max())
+    numbers: list[float] = []
+    for block in row.split(16 if format == "nvfp4" else 32):
+        largest = float(block.abs().max())
         scale = (
             factor * e4m3(largest / factor / 6) if format == "nvfp4" else 2.0 ** (math.floor(math.log2(largest)) - 2)
         )
-        found += [scale * e2m1(float(x) / scale) for x in part]
-    return found
+        numbers += [scale * e2m1(float(x) / scale) for x in block]
+    return numbers
 
 
 @every_format
-def test_what_is_read_is_the_format(format: Format) -> None:
+def test_decoded_numbers_are_those_of_the_format(format: Format) -> None:
     pairs = segment()
     coded = encode(format, pairs)
     streams = pairs.layout.stream_of_row.tolist()
-    for side, found, factors in zip(
+    for side, decoded, factors in zip(
         (pairs.keys, pairs.values), coded.read(slice(None)), (coded.key_factor, coded.value_factor), strict=True
     ):
         for r in (0, 7, 39, 40, 63):
             factor = 1.0 if factors is None else float(factors[streams[r]])
             exact = torch.tensor(expected(format, side[r], factor))
             # Divisions in another order may take the neighbour of a number that lies between two.
-            assert ((found[r] - exact).abs() > 1e-4 * exact.abs()).sum() <= 1
+            assert ((decoded[r] - exact).abs() > 1e-4 * exact.abs()).sum() <= 1
 
 
 @every_format
@@ -90,9 +90,9 @@ def test_codes_are_read_as_they_lie(format: Format) -> None:
 @pytest.mark.parametrize("size", [0.0, 1e-6, 1.0, 1e4])
 def test_sizes_from_nothing_to_the_largest(format: Format, size: float) -> None:
     pairs = segment(size=size)
-    for side, found in zip((pairs.keys, pairs.values), encode(format, pairs).read(slice(None)), strict=True):
-        assert torch.isfinite(found).all()
-        assert (found - side).norm() <= (0.04 if format == "fp8" and size >= 1e-3 else 0.2) * side.norm()
+    for side, decoded in zip((pairs.keys, pairs.values), encode(format, pairs).read(slice(None)), strict=True):
+        assert torch.isfinite(decoded).all()
+        assert (decoded - side).norm() <= (0.04 if format == "fp8" and size >= 1e-3 else 0.2) * side.norm()
 
 
 def test_a_head_keeps_its_factor_and_later_pairs_may_be_larger() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GEAR: what the low-rank part and the outliers give back."""
+"""GEAR: error that the low-rank part and the outliers remove."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ def encode(
     segment: DenseSegment, *, bits: int = 2, channels: int | None = 16, rank: int = 4, outliers: float = 0.0
 ) -> UniformSegment:
     codec = GEARCodec(bits, bits, channels, rank, 2, outliers, 3, 16, 0)
-    found = codec.encode(segment, Sealing(segment.layout.streams))
-    assert isinstance(found, UniformSegment)
-    return found
+    encoded = codec.encode(segment, Sealing(segment.layout.streams))
+    assert isinstance(encoded, UniformSegment)
+    return encoded
 
 
-def error(found: UniformSegment, expected: DenseSegment) -> float:
-    sides = zip(found.read(slice(None)), (expected.keys, expected.values), strict=True)
+def error(encoded: UniformSegment, expected: DenseSegment) -> float:
+    sides = zip(encoded.read(slice(None)), (expected.keys, expected.values), strict=True)
     return sum(float((a - b).square().mean()) for a, b in sides)
 
 
 def test_without_corrections_it_is_its_backbone() -> None:
     segment = pairs()
     plain = UniformCodec(2, 2, (16, 1), (1, 16), 16, 0).encode(segment, Sealing(3))
-    for found, expected in zip(encode(segment, rank=0).read(slice(None)), plain.read(slice(None)), strict=True):
-        assert torch.equal(found, expected)
+    for actual, expected in zip(encode(segment, rank=0).read(slice(None)), plain.read(slice(None)), strict=True):
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("channels", [16, None])
@@ -76,12 +76,12 @@ def test_extremes_are_the_largest_and_smallest_of_every_vector() -> None:
 
 def test_every_row_of_a_batch_has_a_basis_of_its_own() -> None:
     segment = pairs()
-    whole = encode(segment, outliers=0.1)
+    together = encode(segment, outliers=0.1)
     for n in range(3):
         rows = segment.layout.rows(n)
         alone = DenseSegment(segment.keys[rows], segment.values[rows], Layout([64]), first=[0])
-        for found, expected in zip(whole.read(rows), encode(alone, outliers=0.1).read(slice(None)), strict=True):
-            assert torch.equal(found, expected)
+        for actual, expected in zip(together.read(rows), encode(alone, outliers=0.1).read(slice(None)), strict=True):
+            assert torch.equal(actual, expected)
 
 
 def test_generated_chunks_have_their_own_rank_and_basis() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys with a large bias before their rotary embedding are stored as well as the same keys without it, by every codec."""
+"""Every codec stores keys with a large bias before their rotary embedding as well as the same keys without it."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ FITTED = {
 
 def registered() -> list[str]:
     """Return an example of every registered press that encodes pairs, and further settings of some."""
-    found = []
+    specs = []
     for entry in entries():
         if entry.name in FITTED:
             continue
         recipe = kvpress.get_press(entry.example).recipe()
         if recipe.codec is not None and not recipe.offloads and recipe.codec(0).spread is not None:
-            found.append(entry.example)
+            specs.append(entry.example)
     return [
-        *found,
+        *specs,
         "rotated:bits=8",
         "saw_int4:block_size=1",
         "kivi:bits=3,rotate=true",
@@ -72,13 +72,13 @@ class Embedding:
         return angle.cos().float(), angle.sin().float()
 
     def rotate(self, vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        turned, rest = vectors[..., : self.dim], vectors[..., self.dim :]
+        turned, unturned = vectors[..., : self.dim], vectors[..., self.dim :]
         if self.neighbours:
             crossed = torch.stack([-turned[..., 1::2], turned[..., ::2]], dim=-1).flatten(-2)
         else:
             low, high = turned.chunk(2, dim=-1)
             crossed = torch.cat([-high, low], dim=-1)
-        return torch.cat([turned * cos[:, None] + crossed * sin[:, None], rest], dim=-1)
+        return torch.cat([turned * cos[:, None] + crossed * sin[:, None], unturned], dim=-1)
 
 
 EMBEDDINGS = {
@@ -91,7 +91,7 @@ EMBEDDINGS = {
 
 
 def sealing(embedding: Embedding, mask: Tensor | None = None) -> Sealing:
-    """Return what a codec may look at, of a model with a rotary embedding."""
+    """Return the model facts that a codec reads, for a model with a rotary embedding."""
     rotation = Rotation(embedding.angles, "full", "Attention", embedding.rotate)
     return Sealing(HEADS, seen=PAIRS, mask=mask, rotation=rotation)
 
@@ -128,7 +128,7 @@ def logit_error(store: KVStore, keys: Tensor, queries: Tensor) -> float:
 
 
 def without_residual(spec: str) -> Codec:
-    """Return the codec of a press, which encodes all whole tiles."""
+    """Return the codec of a press with no dense tail, so that all whole tiles are encoded."""
     codec = kvpress.get_press(spec).recipe().codec(0)  # type: ignore[misc]
     assert codec is not None
     codec.residual = 0
@@ -151,37 +151,37 @@ def test_logits_are_as_good_as_without_a_bias(spec: str, name: str) -> None:
     "spec", ["rotated:bits=3", "turboquant", "kivi:bits=3", "zipcache", "frontier:per_pair=true", "fp8"]
 )
 def test_attention_reads_keys_with_their_offset(spec: str, name: str) -> None:
-    """From all pairs, from listed ones, after some were taken away, and with a row that has padding."""
+    """Read all pairs, listed pairs, and the pairs left by an eviction, with a row that has padding."""
     store, _, queries = encoded(without_residual(spec), EMBEDDINGS[name], BIAS, (PAIRS, PAIRS - 40))
-    (segment,) = [one for one in store.segments if one.encoded]
+    (segment,) = [candidate for candidate in store.segments if candidate.encoded]
     assert segment.key_offset is not None
-    taken = torch.rand(segment.layout.total, generator=torch.Generator().manual_seed(2)) < 0.4
-    few = survivors(segment, taken)
-    for one in (segment, few):
-        out, lse = one.attend(queries, Logits(0.1))
-        for n in range(one.layout.streams):
-            rows = one.layout.rows(n)
-            keys, values = one.read(rows)
+    is_kept = torch.rand(segment.layout.total, generator=torch.Generator().manual_seed(2)) < 0.4
+    remaining = survivors(segment, is_kept)
+    for part in (segment, remaining):
+        out, lse = part.attend(queries, Logits(0.1))
+        for n in range(part.layout.streams):
+            rows = part.layout.rows(n)
+            keys, values = part.read(rows)
             expected, total = attend(queries[n : n + 1], keys[None], values[None], Logits(0.1))
             torch.testing.assert_close(out[n], expected[0], atol=5e-3, rtol=0)
             torch.testing.assert_close(lse[n], total[0], atol=5e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize("spec", ["rotated:bits=3", "mxfp4", "kivi:bits=3"])
-def test_a_row_gets_what_it_would_get_alone(spec: str) -> None:
-    """Also where only its neighbour has biased keys."""
+def test_a_row_is_decoded_as_alone(spec: str) -> None:
+    """Cover a row without a bias beside one with a bias."""
     embedding, codec = EMBEDDINGS["fast"], without_residual(spec)
-    both, keys, _ = encoded(codec, embedding, BIAS)
-    alone, plain, _ = encoded(codec, embedding, 0.0)
+    both_biased, keys, _ = encoded(codec, embedding, BIAS)
+    none_biased, plain, _ = encoded(codec, embedding, 0.0)
     mixed = torch.cat([keys[:HEADS], plain[HEADS:]]).view(ROWS, HEADS, PAIRS, DIM)
     store = KVStore(mixed, mixed)
     store.append(mixed, mixed)
     store.settle(codec, sealing(embedding))
-    for other, row in ((both, 0), (alone, 1)):
-        (found,), (expected,) = store.segments, other.segments
+    for uniform, row in ((both_biased, 0), (none_biased, 1)):
+        (segment,), (expected_segment,) = store.segments, uniform.segments
         for n in range(row * HEADS, (row + 1) * HEADS):
-            rows = found.layout.rows(n)
-            assert torch.equal(found.read(rows)[0], expected.read(rows)[0])
+            rows = segment.layout.rows(n)
+            assert torch.equal(segment.read(rows)[0], expected_segment.read(rows)[0])
 
 
 def biased(family: str) -> nn.Module:
@@ -198,14 +198,14 @@ def biased(family: str) -> nn.Module:
     "spec", ["rotated:bits=8,residual_length=0", "saw_int4:bits=8", "knorm:0.3 + rotated:bits=8,residual_length=0"]
 )
 def test_models_generate_as_without_a_codec(family: str, spec: str) -> None:
-    """In a batch with padding, over tokens that are generated and encoded, whatever channels the model turns together."""
+    """Cover padding, generated tokens that are encoded, and both layouts of the rotary embedding."""
     model = biased(family)
     mask = torch.ones(2, 80, dtype=torch.long)
     mask[0, :9] = 0
-    found, expected, cache = decode_both(model, kvpress.get_press(spec), tokens(2, 80), mask, steps=40)
+    actual, expected, cache = decode_both(model, kvpress.get_press(spec), tokens(2, 80), mask, steps=40)
     offsets = [segment.key_offset for layer in cache.layers for segment in layer.store.segments if segment.encoded]
     assert all(offset is not None for offset in offsets), offsets
-    assert (found - expected).abs().mean() < 0.1 * expected.std()
+    assert (actual - expected).abs().mean() < 0.1 * expected.std()
 
 
 def test_a_copy_a_file_and_beams_keep_the_offset(tmp_path: Any) -> None:
@@ -218,9 +218,9 @@ def test_a_copy_a_file_and_beams_keep_the_offset(tmp_path: Any) -> None:
         loaded = kvpress.load(tmp_path / "cache.safetensors", model)
         twin.batch_repeat_interleave(2)
         expected = model(tokens(2, 1), past_key_values=cache).logits
-        for other, step in ((loaded, 1), (twin, 2)):
-            found = model(tokens(2, 1).repeat_interleave(step, dim=0), past_key_values=other).logits[::step]
-            torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+        for copied, step in ((loaded, 1), (twin, 2)):
+            actual = model(tokens(2, 1).repeat_interleave(step, dim=0), past_key_values=copied).logits[::step]
+            torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3)
 
 
 @pytest.fixture(scope="module")

@@ -39,13 +39,15 @@ def test_full_groups_are_encoded_and_the_newest_stay_dense(length: int, encoded:
 @pytest.mark.parametrize("chunk", [1, 5, 16, 33])
 def test_codes_do_not_depend_on_how_tokens_arrive(chunk: int) -> None:
     ids, press = tokens(2, 70), kvpress.KIVIPress(2, group_size=16, residual_length=8)
-    whole, grown = (read(press, ids, chunk=size).layers[0].store for size in (None, chunk))
-    # The first layer's keys do not depend on what attention returned, so its codes must be equal.
-    assert len(grown.segments) <= 3
-    joined = type(grown.segments[0]).join(grown.segments) if len(grown.segments) > 1 else grown.segments[0]
-    assert torch.equal(joined.keys.codes, whole.segments[0].keys.codes)
-    assert torch.equal(joined.values.codes, whole.segments[0].values.codes)
-    torch.testing.assert_close(joined.keys.scale, whole.segments[0].keys.scale)
+    at_once, in_chunks = (read(press, ids, chunk=size).layers[0].store for size in (None, chunk))
+    # Keys of the first layer do not depend on attention outputs, so their codes must be equal.
+    assert len(in_chunks.segments) <= 3
+    joined = (
+        type(in_chunks.segments[0]).join(in_chunks.segments) if len(in_chunks.segments) > 1 else in_chunks.segments[0]
+    )
+    assert torch.equal(joined.keys.codes, at_once.segments[0].keys.codes)
+    assert torch.equal(joined.values.codes, at_once.segments[0].values.codes)
+    torch.testing.assert_close(joined.keys.scale, at_once.segments[0].keys.scale)
 
 
 def test_rows_do_not_influence_each_other() -> None:
@@ -72,13 +74,13 @@ def test_decoding_equals_attention_over_the_decoded_cache(family: str) -> None:
                 decoded.update(layer.keys, layer.values, index)
             else:
                 decoded.layers[index] = layer
-        found = model(new, past_key_values=cache).logits
+        logits = model(new, past_key_values=cache).logits
     if family == "gpt_oss":
-        # Its sliding layers were advanced by the call above, so only the attention of the full ones is compared.
-        assert torch.isfinite(found).all()
+        # Sliding layers were advanced by the call above, so only the attention of the full layers is compared.
+        assert torch.isfinite(logits).all()
         return
     expected = model(new, past_key_values=decoded).logits
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_error_in_the_logits_falls_with_bits() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KVarN: balanced tiles, and the formula of what is stored."""
+"""KVarN: balanced tiles, and the formula of the stored pairs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_balancing_never_makes_a_tile_less_even() -> None:
     assert all(torch.isfinite(factor).all() for factor in balance(torch.zeros(2, 8, 8), 4))
 
 
-def test_what_is_read_is_the_formula() -> None:
+def test_decoded_pairs_equal_the_formula() -> None:
     torch.manual_seed(0)
     keys, values = torch.randn(2, 64, 32) * torch.exp2(torch.randn(64, 1))
     segment = DenseSegment(keys, values, Layout([32, 32]))
@@ -74,8 +74,8 @@ def test_a_loud_token_costs_the_others_nothing() -> None:
     others = [t for t in range(128) if t != 5]
 
     def error(codec: kvpress.cache.codec.Codec, side: torch.Tensor) -> float:
-        found = codec.encode(DenseSegment(side, side, Layout([128])), Sealing(1)).read(slice(None))[0]
-        return float((found - side)[others].square().mean())
+        decoded = codec.encode(DenseSegment(side, side, Layout([128])), Sealing(1)).read(slice(None))[0]
+        return float((decoded - side)[others].square().mean())
 
     codec, plain = BalancedCodec((2, 2), 128, 0, 0, 8), BalancedCodec((2, 2), 128, 0, 0, 0)
     assert error(codec, loud) < 3 * error(codec, keys)

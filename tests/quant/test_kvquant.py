@@ -42,12 +42,12 @@ def codec(bits: int = 3, outliers: float = 0.0, **changes: Tensor) -> LevelCodec
     )
 
 
-def encode(how: LevelCodec, segment: DenseSegment, turned: bool = False) -> CodedSegment:
+def encode(coder: LevelCodec, segment: DenseSegment, turned: bool = False) -> CodedSegment:
     rotation = Rotation(lambda at: embedding()(at), "full", "Attention") if turned else None
-    found = how.encode(segment, Sealing(HEADS, seen=256, rotation=rotation))
-    assert isinstance(found, CodedSegment)
-    found.describe(segment, without=())
-    return found
+    encoded = coder.encode(segment, Sealing(HEADS, seen=256, rotation=rotation))
+    assert isinstance(encoded, CodedSegment)
+    encoded.describe(segment, without=())
+    return encoded
 
 
 def test_even_levels_are_a_uniform_quantiser() -> None:
@@ -66,40 +66,40 @@ def test_even_levels_are_a_uniform_quantiser() -> None:
 @pytest.mark.parametrize("share", [0.01, 0.05, 1.0])
 def test_a_fixed_share_of_each_tile_is_exact(share: float, turned: bool) -> None:
     segment = pairs()
-    found = encode(codec(outliers=share), segment, turned)
+    encoded = encode(codec(outliers=share), segment, turned)
     expected = segment.keys
     if turned:
-        assert found.rotation is not None
-        expected = found.rotation.unrotate(segment)
-    every, head = torch.arange(HEADS * ROWS), segment.layout.stream_of_row
-    for side, exact in ((found.keys, expected), (found.values, segment.values)):
+        assert encoded.rotation is not None
+        expected = encoded.rotation.unrotate(segment)
+    all_rows, head = torch.arange(HEADS * ROWS), segment.layout.stream_of_row
+    for side, exact in ((encoded.keys, expected), (encoded.values, segment.values)):
         assert side.residual is not None
         assert side.residual.outliers is not None
         counts = side.residual.outliers.counts.view(-1, 32).sum(1, dtype=torch.int64)
         assert counts.tolist() == [round(share * 32 * DIM)] * 4
-        error = (side.read(every, head) - exact).abs()
-        row = every.repeat_interleave(side.residual.outliers.counts.long())
+        error = (side.read(all_rows, head) - exact).abs()
+        row = all_rows.repeat_interleave(side.residual.outliers.counts.long())
         assert error[row, side.residual.channel.long()].max() < 1e-5
     if not turned:  # the loudest numbers are among them
-        read = found.read(slice(None))
+        read = encoded.read(slice(None))
         assert abs(float(read[0][5, 7]) - 30) < 1e-5
         assert abs(float(read[1][70, 9]) + 25) < 1e-5
     if share == 1:
-        torch.testing.assert_close(found.read(slice(None))[0], segment.keys, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(encoded.read(slice(None))[0], segment.keys, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("fisher", [False, True])
 def test_levels_are_ascending_and_weighted(fisher: bool, tmp_path: Path) -> None:
     model, out = tiny_model("llama"), tmp_path / "levels.safetensors"
-    found = calibrate(model, tokens(2, 80), LevelSettings(fisher=fisher, iterations=20), out)
+    calibration = calibrate(model, tokens(2, 80), LevelSettings(fisher=fisher, iterations=20), out)
     exact = model(tokens(2, 80)[:1], use_cache=True).past_key_values.layers[1]
     for bits in (2, 3, 4):
         for side in ("keys", "values"):
-            level = found.tensors[f"1.{side}.{bits}"]
+            level = calibration.tensors[f"1.{side}.{bits}"]
             assert (level.diff() >= 0).all()
             assert level.abs().max() <= 1.01
-    assert found.tensors["1.low"].shape == exact.keys.shape[1::2]
-    assert (found.tensors["1.high"] > found.tensors["1.low"]).all()
+    assert calibration.tensors["1.low"].shape == exact.keys.shape[1::2]
+    assert (calibration.tensors["1.high"] > calibration.tensors["1.low"]).all()
 
 
 def test_fitted_levels_beat_even_ones_on_the_reference_model() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys in the channels of a calibration: which ones, what attention is over them, and how their scales are learned."""
+"""Keys in the channels of a calibration: their choice, attention over them, and how their scales are learned."""
 
 from __future__ import annotations
 
@@ -38,16 +38,18 @@ def test_attention_is_that_over_keys_with_channels_at_zero(family: str) -> None:
     cache, stock = DynamicCache(config=model.config), DynamicCache(config=model.config)
     with press(model), torch.no_grad():
         model(ids, past_key_values=cache)
-        found = [model(new[:, i : i + 1], past_key_values=cache).logits for i in range(3)]
+        step_logits = [model(new[:, i : i + 1], past_key_values=cache).logits for i in range(3)]
     thinned = (LENGTH - SINKS - RECENT) // 8 * 8
     with torch.no_grad():
         model(ids, past_key_values=stock)
         for layer in full_layers(model):
             keys = stock.layers[layer].keys
-            own = scales[f"{layer}.scale"]
-            stays = torch.zeros_like(own).scatter_(1, own.topk(own.shape[1] // 2, dim=1).indices, 1.0)
+            layer_scales = scales[f"{layer}.scale"]
+            stays = torch.zeros_like(layer_scales).scatter_(
+                1, layer_scales.topk(layer_scales.shape[1] // 2, dim=1).indices, 1.0
+            )
             keys[:, :, SINKS : SINKS + thinned] *= stays[None, :, None]
-        for i, logits in enumerate(found):
+        for i, logits in enumerate(step_logits):
             expected = model(new[:, i : i + 1], past_key_values=stock).logits
             torch.testing.assert_close(logits, expected, atol=2e-4, rtol=2e-4)
 
@@ -71,9 +73,9 @@ def test_rows_of_a_padded_batch_are_as_alone_and_bytes_are_freed() -> None:
 
 def test_layers_share_out_the_channels_by_their_scales(tmp_path: Path) -> None:
     model = tiny_model("llama")
-    made = calibration.read(write_scales(model, tmp_path / "even.safetensors"))
-    uneven = {name: tensor * (0.01 if name.startswith("0.") else 1) for name, tensor in made.tensors.items()}
-    Calibration(uneven, made.provenance).write(tmp_path / "uneven.safetensors")
+    even = calibration.read(write_scales(model, tmp_path / "even.safetensors"))
+    uneven = {name: tensor * (0.01 if name.startswith("0.") else 1) for name, tensor in even.tensors.items()}
+    Calibration(uneven, even.provenance).write(tmp_path / "uneven.safetensors")
     press = press_of(model, path=tmp_path / "uneven.safetensors")
     with press(model) as session, torch.no_grad():
         model(tokens(1, LENGTH), use_cache=True)
@@ -89,46 +91,46 @@ def test_scaled_attention_is_that_of_keys_which_are_scaled_but_for_sinks_and_rec
     attention = Scaled(scale, {0, 1, 2}, SINKS, RECENT)
     with torch.no_grad(), host().attending(model, attention):
         attention.read(model, ids)
-        found = attention.follow(model, ids[None, start:], torch.tensor([start])).logits[0]
+        actual = attention.follow(model, ids[None, start:], torch.tensor([start])).logits[0]
     seen: list[Tensor] = []
 
-    def by_hand(asked: Any) -> Tensor:
+    def by_hand(call: Any) -> Tensor:
         at = torch.arange(LENGTH)
-        out = torch.zeros(*asked.queries.shape[:3], asked.values.shape[3])
-        for head in range(asked.queries.shape[1]):
-            kv = head // (asked.queries.shape[1] // 2)
-            keys, query = asked.keys[0, kv], asked.queries[0, head]
+        out = torch.zeros(*call.queries.shape[:3], call.values.shape[3])
+        for head in range(call.queries.shape[1]):
+            kv = head // (call.queries.shape[1] // 2)
+            keys, query = call.keys[0, kv], call.queries[0, head]
             for t in range(LENGTH):
-                near = (at < SINKS) | (t - at < RECENT) | (t < start)
-                mixed = torch.where(near[:, None], keys, keys * scale[asked.layer, kv])
-                logits = (query[t] @ mixed.T) * asked.logits.scale
-                out[0, head, t] = logits.masked_fill(at > t, -torch.inf).softmax(0) @ asked.values[0, kv]
+                unscaled = (at < SINKS) | (t - at < RECENT) | (t < start)
+                mixed = torch.where(unscaled[:, None], keys, keys * scale[call.layer, kv])
+                logits = (query[t] @ mixed.T) * call.logits.scale
+                out[0, head, t] = logits.masked_fill(at > t, -torch.inf).softmax(0) @ call.values[0, kv]
         seen.append(out)
         return out
 
     with torch.no_grad(), host().attending(model, by_hand):
         expected = model(ids[None], use_cache=False).logits[0, start:]
     assert len(seen) == 3
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_channels_that_nothing_reads_lose_their_scale(tmp_path: Path) -> None:
-    """Queries of one kv head are zero in half of its channels; their scales fall, and only price moves them."""
+    """Queries of one KV head are zero in half of its channels; the scales there fall, since only their cost moves them."""
     model = tiny_model("llama")
     weight = model.model.layers[1].self_attn.q_proj.weight
-    before, dead = weight.detach().clone(), [*range(8), *range(16, 24)]  # rotary pairs, so that they stay zero
+    original, dead = weight.detach().clone(), [*range(8), *range(16, 24)]  # rotary pairs, so that they stay zero
     with torch.no_grad():
         for head in (0, 1):
             weight[[32 * head + d for d in dead]] = 0
     try:
         settings = LeanKSettings(SINKS, RECENT, 0.01, 12, 0.05, answer=8)
-        found = calibrate(model, tokens(2, 60), settings, tmp_path / "scales.safetensors").tensors["1.scale"]
+        scales = calibrate(model, tokens(2, 60), settings, tmp_path / "scales.safetensors").tensors["1.scale"]
     finally:
         with torch.no_grad():
-            weight.copy_(before)
+            weight.copy_(original)
     alive = [d for d in range(32) if d not in dead]
-    assert float(found[0, dead].max()) < 0.5
-    assert float(found[0, alive].mean()) > float(found[0, dead].mean())
+    assert float(scales[0, dead].max()) < 0.5
+    assert float(scales[0, alive].mean()) > float(scales[0, dead].mean())
 
 
 def test_settings(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ class WithBias(UniformCodec):
 
 @pytest.mark.parametrize(("codec", "right"), [(WithBias, range(4)), (UniformCodec, range(7, 9))])
 def test_one_scale_per_token_needs_the_bias_taken_out_of_keys(codec: type[UniformCodec], right: range) -> None:
-    """Two large channels drown the others where a token has one scale; stored apart, they harm nothing."""
+    """Two large channels degrade the others where a token has one scale; stored apart, they do no harm."""
 
     class PerToken(kvpress.KIVIPress):
         def codec_at(self, layer: int) -> Codec:

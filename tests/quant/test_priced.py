@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One price: no choice is better at it, it takes the bytes that were counted, and losses are those of the codec."""
+"""One price: no choice is better at it, it takes the planned bytes, and losses are those of the codec."""
 
 from __future__ import annotations
 
@@ -30,37 +30,37 @@ def reference() -> Any:
 
 @pytest.mark.parametrize("spec", ["frontier:smaller=10", "frontier:bytes=40KB", "budgeted(snapkv):smaller=20"])
 def test_the_bytes_are_met_within_a_hundredth(spec: str, reference: Any) -> None:
-    """Everything that is held counted; places and weights, flags and means of each width are what the price said."""
+    """All held bytes are counted: slots and log-weights, flags and means of each width take the planned bytes."""
     ids = torch.randint(5, 900, (1, 1024), generator=torch.Generator().manual_seed(0))
     with kvpress.get_press(f"{spec},per_pair=true")(reference) as session:
         reference(ids, use_cache=True, logits_to_keep=1)
-    held = kvpress.memory_report(session.cache)
-    size = parse_bytes("40KB") if "bytes" in spec else held.uncompressed_bytes / float(spec.partition("smaller=")[2])
-    assert 0.99 * size <= held.total_bytes <= size
+    report = kvpress.memory_report(session.cache)
+    size = parse_bytes("40KB") if "bytes" in spec else report.uncompressed_bytes / float(spec.partition("smaller=")[2])
+    assert 0.99 * size <= report.total_bytes <= size
 
 
 def test_pairs_are_stored_in_the_bits_that_they_were_given(reference: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several widths in a layer, more of them for pairs that are worth more; nothing of the choice stays in the cache."""
-    given: list[Layer] = []
+    """Layers use several widths, wider ones for pairs that are worth more; the cache keeps nothing of the choice."""
+    priced_layers: list[Layer] = []
     monkeypatch.setattr(
-        bit_allocation, "cheapest", lambda layers, limit: given.extend(layers) or cheapest(layers, limit)
+        bit_allocation, "cheapest", lambda layers, limit: priced_layers.extend(layers) or cheapest(layers, limit)
     )
     ids = torch.randint(5, 900, (1, 512), generator=torch.Generator().manual_seed(0))
     with kvpress.get_press("budgeted(snapkv:kernel_size=1):smaller=6,per_pair=true")(reference) as session:
         reference(ids, use_cache=True, logits_to_keep=1)
-    layers, found = given[-len(session.cache.layers) :], set()
+    layers, used_widths = priced_layers[-len(session.cache.layers) :], set()
     for layer, cached in zip(layers, session.cache.layers, strict=True):
         (scored,) = layer.scored
         assert scored.width is not None
-        assert all(WIDTH not in part.side for part in cached.store.sealed)
+        assert all(WIDTH not in segment.side for segment in cached.store.sealed)
         for n in scored.view.streams:
             widths, values = scored.width[0, n], worth(scored.scores)[0, n]
             assert pair_widths(cached.store, n).tolist() == widths[widths > 0].tolist()
-            # Pairs whose worth differs by little share a part; whatever a part takes, more is never given to less worth.
+            # Pairs of about equal worth share a width, and a pair never gets more bits than one that is worth more.
             means = [values[widths == bits].mean() for bits in widths.unique()]
             assert means == sorted(means)
-            found |= set(widths.tolist())
-    assert len(found) > 3
+            used_widths |= set(widths.tolist())
+    assert len(used_widths) > 3
 
 
 def layer_of(scores: torch.Tensor, price_of: float = 1.0) -> Layer:
@@ -79,19 +79,19 @@ def layer_of(scores: torch.Tensor, price_of: float = 1.0) -> Layer:
 
 @pytest.mark.parametrize("price", [0.001, 0.01, 0.03, 0.1, 0.3])
 def test_no_other_choice_is_better_at_the_price(price: float) -> None:
-    """All ways to give five pairs bits are tried; a width that is used costs 2 bytes once, so stray ones are not worth it."""
+    """Try all ways to give five pairs bits; a used width costs 2 bytes once, so a width for one pair does not pay."""
     scores = torch.tensor([3.0, 1.5, 0.7, 0.2, 0.05])
     layer = layer_of(scores)
 
     def total(options: tuple[int, ...]) -> float:
         at = torch.tensor(options)
-        once = 2.0 * len(set(options) - {0})
-        held = float(((1 + BITS[at]) * (at > 0)).sum()) + once
-        return float((scores * LOST[at]).sum()) + price * held
+        width_bytes = 2.0 * len(set(options) - {0})
+        bytes_used = float(((1 + BITS[at]) * (at > 0)).sum()) + width_bytes
+        return float((scores * LOST[at]).sum()) + price * bytes_used
 
     chosen = tuple(layer.offer(price).options.tolist())
-    least = min(total(options) for options in product(range(len(BITS)), repeat=5))
-    assert total(chosen) == pytest.approx(least)
+    lowest = min(total(options) for options in product(range(len(BITS)), repeat=5))
+    assert total(chosen) == pytest.approx(lowest)
     assert list(chosen) == sorted(chosen, reverse=True)
 
 
@@ -105,28 +105,28 @@ def test_layers_pay_one_price_and_stay_within_the_bytes() -> None:
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_what_a_width_loses_is_what_the_codec_loses(bits: int, reference: Any) -> None:
-    """Keys and values of the reference model, without the mean of their head: within a third of a Gaussian vector's loss.
+def test_the_planned_loss_of_a_width_is_the_loss_of_the_codec(bits: int, reference: Any) -> None:
+    """Keys and values of the reference model, less the mean of their head: within a third of a Gaussian vector's loss.
 
-    Codes and steps are fitted to each vector, so less is lost of some.
+    Codes and steps are fitted to each vector, so some vectors lose less.
     """
     ids = torch.randint(5, 900, (1, 256), generator=torch.Generator().manual_seed(0))
     cache = reference(ids, use_cache=True).past_key_values
-    lost = whole = 0.0
+    squared_error = squared_norm = 0.0
     for layer in cache.layers:
         for side in (layer.keys, layer.values):
             rows = side[0].float()
             rows = (rows - rows.mean(dim=1, keepdim=True)).flatten(0, 1)
             coded = SteppedRows.encode(rows, rows.new_zeros(1, 64), torch.zeros(len(rows), dtype=torch.long), bits)
             basis = torch.linalg.inv(hadamard(64, rows.device))
-            lost += float((coded.operand().read(torch.arange(len(rows))) @ basis - rows).square().sum())
-            whole += float(rows.square().sum())
-    assert lost / whole == pytest.approx(gaussian_error(bits), rel=0.35)
+            squared_error += float((coded.operand().read(torch.arange(len(rows))) @ basis - rows).square().sum())
+            squared_norm += float(rows.square().sum())
+    assert squared_error / squared_norm == pytest.approx(gaussian_error(bits), rel=0.35)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3_text", "gpt_oss"])
 def test_rows_of_a_padded_batch_are_those_alone(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pairs kept and their bits, and the logits of tokens that follow, behind 190 and 120 real tokens."""
+    """Kept pairs, their bits, and the logits of later tokens are equal, behind 190 and 120 real tokens."""
     monkeypatch.setattr("kvpress.kernels.serves", lambda queries, storage: False)  # 16-bit queries share their scale
     model = tiny_model(family, "eager" if family == "gpt_oss" else "sdpa")
     ids, mask = tokens(2, 190), torch.ones(2, 190, dtype=torch.long)
@@ -135,22 +135,25 @@ def test_rows_of_a_padded_batch_are_those_alone(family: str, monkeypatch: pytest
     options |= {"output_logits": True, "return_dict_in_generate": True}
     press = kvpress.get_press("budgeted(snapkv:window_size=8):smaller=6,per_pair=true")
     with press(model) as session:
-        both = model.generate(ids, attention_mask=mask, **options)
-    held = [layer.store for layer in session.cache.layers if hasattr(layer, "store")]
+        together = model.generate(ids, attention_mask=mask, **options)
+    batch_stores = [layer.store for layer in session.cache.layers if hasattr(layer, "store")]
     for row, begin in enumerate((0, 70)):
-        with press(model) as own:
+        with press(model) as row_session:
             alone = model.generate(ids[row : row + 1, begin:], **options)
-        assert alone.sequences[0, 190 - begin :].tolist() == both.sequences[row, 190:].tolist()
-        for apart, together in zip(alone.logits, both.logits, strict=True):
-            torch.testing.assert_close(apart[0], together[row], rtol=1e-4, atol=1e-4)
-        stores = [layer.store for layer in own.cache.layers if hasattr(layer, "store")]
-        for one, other in zip(held, stores, strict=True):
-            for head in range(one.heads):
-                assert pair_widths(one, one.heads * row + head).tolist() == pair_widths(other, head).tolist()
+        assert alone.sequences[0, 190 - begin :].tolist() == together.sequences[row, 190:].tolist()
+        for alone_logits, batch_logits in zip(alone.logits, together.logits, strict=True):
+            torch.testing.assert_close(alone_logits[0], batch_logits[row], rtol=1e-4, atol=1e-4)
+        stores = [layer.store for layer in row_session.cache.layers if hasattr(layer, "store")]
+        for batch_store, alone_store in zip(batch_stores, stores, strict=True):
+            for head in range(batch_store.heads):
+                assert (
+                    pair_widths(batch_store, batch_store.heads * row + head).tolist()
+                    == pair_widths(alone_store, head).tolist()
+                )
 
 
-def test_a_later_turn_pays_for_what_is_held_and_drops_by_the_same_price() -> None:
-    """Encoded pairs keep their bits; the bytes are those of one row, less what waits to be encoded."""
+def test_a_later_turn_pays_for_stored_pairs_and_drops_by_the_same_price() -> None:
+    """Encoded pairs keep their bits; the budget is the bytes of one row, less the pairs not encoded yet."""
     model, ids, size = tiny_model("llama"), tokens(1, 900), 80_000
     with kvpress.FrontierPress(bytes=size, per_pair=True)(model) as session:
         cache = model(ids[:, :300], use_cache=True).past_key_values
@@ -178,7 +181,7 @@ def test_protected_spans_stay_and_are_paid_for(reference: Any) -> None:
         ("frontier:smaller=10,per_pair=2", "per_pair"),
     ],
 )
-def test_what_has_no_price_is_refused(spec: str, words: str) -> None:
+def test_unsuitable_presses_are_refused(spec: str, words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         kvpress.get_press(spec)
 
@@ -193,7 +196,7 @@ def test_all_pairs_stay_where_all_fit() -> None:
 
 
 def test_turns_are_joined_by_width() -> None:
-    """Pairs of two turns in other widths each, read back in order with their places and weights, and one part for a width."""
+    """Pairs of two turns in different widths are read back in order with their slots and log-weights, one segment per width."""
     codec, sealing, turns = FittingCodec(Room(None, smaller=10), per_pair=True), Sealing(2), []
     for first, lengths, used in ((0, (5, 3), (2, 4)), (9, (2, 6), (3, 4, 16))):
         layout, generator = Layout(lengths), torch.Generator().manual_seed(first)
@@ -205,10 +208,16 @@ def test_turns_are_joined_by_width() -> None:
         turns.append(segment)
     (joined,) = codec.gathered(turns)
     for n in range(2):
-        rows, parts = joined.layout.rows(n), [(turn, turn.layout.rows(n)) for turn in turns]
+        rows, turns_with_rows = joined.layout.rows(n), [(turn, turn.layout.rows(n)) for turn in turns]
         for side in (0, 1):
-            assert torch.equal(joined.read(rows)[side], torch.cat([turn.read(own)[side] for turn, own in parts]))
-        assert torch.equal(joined.slots()[rows], torch.cat([turn.slots()[own] for turn, own in parts]))
-        assert torch.equal(joined.log_weight[rows], torch.cat([turn.log_weight[own] for turn, own in parts]))
-    held = [part.keys.bits if isinstance(part, RotatedSegment) else 16 for part in leaves([joined])]
-    assert sorted(held) == [2, 3, 4, 16]
+            assert torch.equal(
+                joined.read(rows)[side], torch.cat([turn.read(turn_rows)[side] for turn, turn_rows in turns_with_rows])
+            )
+        assert torch.equal(
+            joined.slots()[rows], torch.cat([turn.slots()[turn_rows] for turn, turn_rows in turns_with_rows])
+        )
+        assert torch.equal(
+            joined.log_weight[rows], torch.cat([turn.log_weight[turn_rows] for turn, turn_rows in turns_with_rows])
+        )
+    widths = [leaf.keys.bits if isinstance(leaf, RotatedSegment) else 16 for leaf in leaves([joined])]
+    assert sorted(widths) == [2, 3, 4, 16]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Centred vectors behind a Hadamard matrix against the formula, and what a prompt's tail costs."""
+"""Centred vectors behind a Hadamard matrix against the formula, and the cost of a prompt's last pairs."""
 
 from __future__ import annotations
 
@@ -39,29 +39,29 @@ def test_the_matrix_is_orthonormal_and_its_own_inverse(dim: int) -> None:
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("dim", [64, 80])
-def test_what_is_read_is_the_formula(bits: int, dim: int) -> None:
+def test_decoded_pairs_equal_the_formula(bits: int, dim: int) -> None:
     dense = pairs([37, 20], dim)
     segment = CentredCodec((bits, bits), 0).encode(dense, Sealing(2))
     assert isinstance(segment, RotatedSegment)
-    matrix, most = hadamard(dim, CPU).double(), 2**bits - 1
+    matrix, top_code = hadamard(dim, CPU).double(), 2**bits - 1
     sides = (dense.keys, segment.keys), (dense.values, segment.values)
-    for (side, held), decoded in zip(sides, segment.read(slice(None)), strict=True):
-        z = unpack(held.codes, bits).double() - most / 2
+    for (side, stored), decoded in zip(sides, segment.read(slice(None)), strict=True):
+        z = unpack(stored.codes, bits).double() - top_code / 2
         for n in range(2):
             rows = dense.layout.rows(n)
             centre = side[rows].double().mean(dim=0).bfloat16().double()
-            y, own, step = (side[rows].double() - centre) @ matrix, z[rows], held.step[rows].double()[:, None]
-            # The step is that of least squares for the codes, and the codes are the nearest for a step close to it.
-            torch.testing.assert_close(step, (y * own).sum(1, True) / own.square().sum(1, True), atol=0, rtol=1e-3)
-            nearest = (y / step + most / 2).round().clamp(0, most) - most / 2
-            assert (nearest != own).double().mean() < (0.2 if bits == 8 else 0.06)
-            expected = (step * own) @ matrix + centre
+            y, codes, step = (side[rows].double() - centre) @ matrix, z[rows], stored.step[rows].double()[:, None]
+            # The step is the least-squares step for the codes, and the codes are the nearest ones for a step close to it.
+            torch.testing.assert_close(step, (y * codes).sum(1, True) / codes.square().sum(1, True), atol=0, rtol=1e-3)
+            nearest = (y / step + top_code / 2).round().clamp(0, top_code) - top_code / 2
+            assert (nearest != codes).double().mean() < (0.2 if bits == 8 else 0.06)
+            expected = (step * codes) @ matrix + centre
             torch.testing.assert_close(decoded[rows].double(), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("bits", "error"), [(1, 0.3634), (2, 0.1175), (3, 0.03454), (4, 0.009497)])
 def test_the_error_is_about_that_of_the_best_levels(bits: int, error: float) -> None:
-    """Of unit Gaussian channels, against the table of Lloyd and Max; even steps lose less than a fifth at 4 bits."""
+    """Compare with the table of Lloyd and Max for unit Gaussian channels; even steps lose less than a fifth more at 4 bits."""
     x = torch.randn(4000, 64, generator=torch.Generator().manual_seed(1))
     decoded, _ = CentredCodec((bits, bits), 0).encode(DenseSegment(x, x, Layout([4000])), Sealing(1)).read(slice(None))
     assert float((decoded - x).square().mean()) < error * (1.15 if bits == 4 else 1.05)
@@ -104,28 +104,28 @@ def test_attention_is_that_of_the_decoded_pairs(
 ) -> None:
     if level is not None:
         monkeypatch.setattr(launch, "level", lambda: level)
-    found = CentredCodec((3, 2), 0).encode(pairs([90, 0, 41]), Sealing(3))
-    found.log_weight = torch.rand(found.layout.total, generator=torch.Generator().manual_seed(4)).half()
+    segment = CentredCodec((3, 2), 0).encode(pairs([90, 0, 41]), Sealing(3))
+    segment.log_weight = torch.rand(segment.layout.total, generator=torch.Generator().manual_seed(4)).half()
     queries = torch.randn(3, 4, 64, generator=torch.Generator().manual_seed(5))
     logits = Logits(0.05, softcap)
-    out, lse = found.attend(queries, logits)
-    some = torch.stack([torch.arange(n, n + 7) for n in (3, 0, 92)])
+    out, lse = segment.attend(queries, logits)
+    listed = torch.stack([torch.arange(n, n + 7) for n in (3, 0, 92)])
     counts = torch.tensor([7, 0, 5])
-    chosen, _ = found.attend_rows(queries, logits, some, counts)
+    chosen, _ = segment.attend_rows(queries, logits, listed, counts)
     for n in range(3):
-        rows = found.layout.rows(n)
+        rows = segment.layout.rows(n)
         if rows.start == rows.stop:
             assert bool((out[n] == 0).all())
             assert bool(lse[n].isneginf().all())
             continue
-        for pick, ours in ((torch.arange(rows.start, rows.stop), out[n]), (some[n, : int(counts[n])], chosen[n])):
-            keys, values = (side[None] for side in found.read(pick))
+        for pick, actual in ((torch.arange(rows.start, rows.stop), out[n]), (listed[n, : int(counts[n])], chosen[n])):
+            keys, values = (side[None] for side in segment.read(pick))
             expected, total = attend(
-                queries[n : n + 1], keys, values, logits, None, found.log_weight[None, pick].float()
+                queries[n : n + 1], keys, values, logits, None, segment.log_weight[None, pick].float()
             )
-            torch.testing.assert_close(ours, expected[0], atol=2e-3 * float(values.abs().max()), rtol=0)
-        keys, values = (side[None] for side in found.read(rows))
-        _, total = attend(queries[n : n + 1], keys, values, logits, None, found.log_weight[None, rows].float())
+            torch.testing.assert_close(actual, expected[0], atol=2e-3 * float(values.abs().max()), rtol=0)
+        keys, values = (side[None] for side in segment.read(rows))
+        _, total = attend(queries[n : n + 1], keys, values, logits, None, segment.log_weight[None, rows].float())
         torch.testing.assert_close(lse[n], total[0], atol=2e-3, rtol=1e-3)
 
 
@@ -151,19 +151,19 @@ def test_eight_bits_hardly_move_the_logits_of_a_padded_batch(family: str) -> Non
     def last_logits() -> tuple[torch.Tensor, DynamicCache]:
         cache = DynamicCache(config=model.config)
         for stop in (39, 40):
-            part = ids[:, cache.get_seq_length() : stop]
-            at = position_ids(mask[:, :stop], part.shape[1])
+            chunk = ids[:, cache.get_seq_length() : stop]
+            at = position_ids(mask[:, :stop], chunk.shape[1])
             with torch.no_grad():
-                logits = model(part, attention_mask=mask[:, :stop], position_ids=at, past_key_values=cache).logits
+                logits = model(chunk, attention_mask=mask[:, :stop], position_ids=at, past_key_values=cache).logits
         return logits[:, -1], cache
 
     expected, _ = last_logits()
     with kvpress.get_press("rotated:bits=8,residual_length=0")(model):
-        found, cache = last_logits()
+        actual, cache = last_logits()
     report = kvpress.memory_report(cache)
     assert report.total_bytes < 0.7 * report.uncompressed_bytes
-    assert not torch.equal(found, expected)
-    assert (found - expected).norm() < 0.25 * expected.norm()
+    assert not torch.equal(actual, expected)
+    assert (actual - expected).norm() < 0.25 * expected.norm()
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Uniform codes behind a Hadamard matrix: the formula, what it is good for, and that it is read as it lies."""
+"""Uniform codes behind a Hadamard matrix: the formula, its benefit, and reading without a decoded copy."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ def butterfly(x: Tensor, block: int) -> Tensor:
 ])  # fmt: skip
 def test_a_token_is_coded_alone_by_the_formula(dim: int, spec: str, block: int, group: int) -> None:
     segment = pairs(dim)
-    most = 2 ** kvpress.get_press(spec).bits - 1
-    for side, found in zip((segment.keys, segment.values), encoded(spec, segment).read(slice(None)), strict=True):
+    top_code = 2 ** kvpress.get_press(spec).bits - 1
+    for side, decoded in zip((segment.keys, segment.values), encoded(spec, segment).read(slice(None)), strict=True):
         y = butterfly(side, block).unflatten(-1, (-1, group))
         low, high = y.amin(-1, keepdim=True), y.amax(-1, keepdim=True)
-        step = (high - low) / most
+        step = (high - low) / top_code
         expected = butterfly((((y - low) / step).round() * step + low).flatten(-2), block)
-        torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(decoded, expected, atol=1e-3, rtol=1e-3)
 
 
-def test_blocks_keep_what_they_hold_apart() -> None:
+def test_blocks_do_not_mix_their_channels() -> None:
     plain, loud = encoded("saw_int4:block_size=16,group_size=16", pairs()), pairs(loud=5)
     changed = encoded("saw_int4:block_size=16,group_size=16", loud)
     assert torch.equal(plain.read(slice(None))[0][:, 16:], changed.read(slice(None))[0][:, 16:])
@@ -73,8 +73,8 @@ def test_a_loud_channel_costs_less_behind_the_matrix(bits: int) -> None:
     # Values of `kivi` are coded by groups of channels, as these keys are.
     swapped = DenseSegment(segment.values, segment.keys, segment.layout)
     specs = [f"kivi:bits={bits},group_size=(32,64),residual_length=0,rotate={rotate}" for rotate in ("true", "false")]
-    found = [float((encoded(spec, swapped).read(slice(None))[1] - swapped.values).square().mean()) for spec in specs]
-    assert found[0] < found[1] / 2
+    errors = [float((encoded(spec, swapped).read(slice(None))[1] - swapped.values).square().mean()) for spec in specs]
+    assert errors[0] < errors[1] / 2
 
 
 @pytest.mark.parametrize("spec", ["saw_int4", "saw_int4:block_size=8", "kivi:bits=3,rotate=true"])
@@ -111,5 +111,5 @@ def test_settings_that_cannot_be_are_refused() -> None:
 def test_codes_remember_no_gradients(spec: str) -> None:
     segment = pairs()
     segment.keys.requires_grad_()
-    found = encoded(spec, segment)
-    assert not any(tensor.requires_grad for part in found.tensors().values() for tensor in part)
+    coded = encoded(spec, segment)
+    assert not any(tensor.requires_grad for tensors in coded.tensors().values() for tensor in tensors)

@@ -49,18 +49,18 @@ def test_errors_fall_where_queries_look_and_grow_elsewhere() -> None:
         error = (decoded(weight) - segment.keys).view(2, 64, -1)
         return float((error @ q.mT).norm()), float(error.norm())
 
-    seen, whole = zip(*(errors(weight) for weight in (0.0, 1e-2, 1.0)), strict=True)
-    assert seen[2] < 0.75 * seen[0]
-    assert seen[1] < seen[0]
-    assert whole[2] > whole[0]
+    query_errors, key_errors = zip(*(errors(weight) for weight in (0.0, 1e-2, 1.0)), strict=True)
+    assert query_errors[2] < 0.75 * query_errors[0]
+    assert query_errors[1] < query_errors[0]
+    assert key_errors[2] > key_errors[0]
 
 
 @pytest.mark.parametrize(("channels", "rank"), [(16, 60), (8, 60), (8, 3)])
 def test_channels_move_by_the_closed_form(channels: int, rank: int) -> None:
-    """Block by block, the rest of the channels minimises |e|^2 + weight * |Q e|^2 over what it may still be."""
+    """Block by block, the channels not encoded yet minimise |e|^2 + weight * |Q e|^2."""
     segment, _, watched = problem()
     assert watched.gram is not None
-    found = codec(0.5, channels, rank).moved(segment, watched.gram[0])
+    actual = codec(0.5, channels, rank).moved(segment, watched.gram[0])
     for n in range(2):
         values, vectors = torch.linalg.eigh(watched.gram[0, n].double())
         gram = vectors[:, -rank:] * values[-rank:].clamp_min(0) @ vectors[:, -rank:].T
@@ -73,7 +73,7 @@ def test_channels_move_by_the_closed_form(channels: int, rank: int) -> None:
                 moved = moved - error @ a[:start, start:] @ torch.linalg.inv(a[start:, start:])
             block = moved[:, :channels]
             torch.testing.assert_close(
-                found[segment.layout.rows(n), start : start + channels], block.float(), atol=1e-4, rtol=1e-4
+                actual[segment.layout.rows(n), start : start + channels], block.float(), atol=1e-4, rtol=1e-4
             )
             coded = UniformRows.encode(block.float(), 2, (32, 1)).read(slice(None))
             error = torch.cat([error, coded.double() - keys[:, start : start + channels]], dim=1)
@@ -88,9 +88,13 @@ def test_a_row_has_its_own_queries() -> None:
     with press(model) as session:
         model(ids[1:, -60:])
         alone = session.cache.layers[0].store
-    whole, single = together.segments[0], alone.segments[0]
+    batch_segment, alone_segment = together.segments[0], alone.segments[0]
     for head in range(2):
-        for a, b in zip(whole.read(whole.layout.rows(2 + head)), single.read(single.layout.rows(head)), strict=True):
+        for a, b in zip(
+            batch_segment.read(batch_segment.layout.rows(2 + head)),
+            alone_segment.read(alone_segment.layout.rows(head)),
+            strict=True,
+        ):
             torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
 
 

@@ -23,14 +23,14 @@ def chosen(model: Any, ids: Tensor, ratio: float) -> dict[int, Tensor]:
     queries: dict[int, Tensor] = {}
     with torch.no_grad(), Watching(lambda call: queries.setdefault(call.layer.index, call.queries))(model):
         stock = model(ids, use_cache=True).past_key_values
-    found = {}
+    channels = {}
     for layer in full_layers(model):
         keys = stock.layers[layer].keys[0, :, :-WINDOW]
-        asked = queries[layer][0, :, -WINDOW:].square().mean(dim=1).unflatten(0, (len(keys), -1)).mean(dim=1)
-        scores = asked * keys.square().mean(dim=1)
+        query_energy = queries[layer][0, :, -WINDOW:].square().mean(dim=1).unflatten(0, (len(keys), -1)).mean(dim=1)
+        scores = query_energy * keys.square().mean(dim=1)
         count = keys.shape[2] - int(keys.shape[2] * ratio)
-        found[layer] = scores.topk(count, dim=1).indices.sort(dim=1).values
-    return found
+        channels[layer] = scores.topk(count, dim=1).indices.sort(dim=1).values
+    return channels
 
 
 @pytest.mark.parametrize("chunk", [None, 5])
@@ -61,13 +61,13 @@ def test_attention_is_that_over_keys_with_channels_at_zero(family: str, operator
     cache, stock = DynamicCache(config=model.config), DynamicCache(config=model.config)
     with press(model):
         model(ids, past_key_values=cache)
-        found = [model(new[:, i : i + 1], past_key_values=cache).logits for i in range(4)]
+        step_logits = [model(new[:, i : i + 1], past_key_values=cache).logits for i in range(4)]
     model(ids, past_key_values=stock)
     for layer, channels in chosen(model, ids, 0.5).items():
         keys = stock.layers[layer].keys
         stays = torch.zeros(keys.shape[1], keys.shape[3]).scatter_(1, channels, 1.0)
         keys[:, :, :-WINDOW] *= stays[:, None]
-    for i, logits in enumerate(found):
+    for i, logits in enumerate(step_logits):
         expected = model(new[:, i : i + 1], past_key_values=stock).logits
         torch.testing.assert_close(logits, expected, atol=2e-4, rtol=2e-4)
 
@@ -99,14 +99,16 @@ def test_rows_of_a_batch_are_as_alone_with_evictions_and_selectors(spec: str, se
     press = kvpress.get_press(f"{spec} + think:0.5,window_size=4{selector}")
     new = tokens(2, 6, seed=5)
 
-    def read(rows: Tensor, own: Tensor | None, following: Tensor) -> Tensor:
+    def read(rows: Tensor, row_mask: Tensor | None, following: Tensor) -> Tensor:
         cache, logits = DynamicCache(config=model.config), []
         with press(model):
-            model(rows, attention_mask=own, position_ids=position_ids(own), past_key_values=cache)
+            model(rows, attention_mask=row_mask, position_ids=position_ids(row_mask), past_key_values=cache)
             for i in range(6):
-                own = None if own is None else torch.cat([own, own.new_ones(len(own), 1)], dim=1)
-                at = position_ids(own, 1)
-                step = model(following[:, i : i + 1], attention_mask=own, position_ids=at, past_key_values=cache)
+                row_mask = (
+                    None if row_mask is None else torch.cat([row_mask, row_mask.new_ones(len(row_mask), 1)], dim=1)
+                )
+                at = position_ids(row_mask, 1)
+                step = model(following[:, i : i + 1], attention_mask=row_mask, position_ids=at, past_key_values=cache)
                 logits.append(step.logits)
         return torch.cat(logits, dim=1)
 

@@ -52,10 +52,10 @@ def coded(
     bits: Any = (4, 4), lengths: list[int] = LENGTHS, seed: int = 0, dim: int = DIM, sketch: bool = False
 ) -> CodedSegment:
     pairs = dense(lengths, seed, dim)
-    found = RotatedCodec(bits, 0, 3, sketch=sketch).encode(pairs, Sealing(2))
-    found.describe(pairs, without=())
-    assert isinstance(found, CodedSegment)
-    return found
+    segment = RotatedCodec(bits, 0, 3, sketch=sketch).encode(pairs, Sealing(2))
+    segment.describe(pairs, without=())
+    assert isinstance(segment, CodedSegment)
+    return segment
 
 
 def read(press: kvpress.BasePress, ids: Tensor, mask: Tensor | None = None, family: str = "llama") -> DynamicCache:
@@ -78,8 +78,8 @@ def test_levels_are_those_of_the_table(bits: int) -> None:
 @pytest.mark.parametrize("bits", DISTORTION)
 def test_gaussian_vectors_have_the_theoretical_error(bits: int) -> None:
     pairs = dense([4096], dim=128)
-    found = RotatedCodec((bits, bits), 0, 0).encode(pairs, Sealing(1)).read(slice(None))
-    for decoded, exact in zip(found, (pairs.keys, pairs.values), strict=True):
+    sides = RotatedCodec((bits, bits), 0, 0).encode(pairs, Sealing(1)).read(slice(None))
+    for decoded, exact in zip(sides, (pairs.keys, pairs.values), strict=True):
         share = float((exact - decoded).square().sum() / exact.square().sum())
         # Bringing vectors back to their norm costs coarse codes a little.
         assert share == pytest.approx(DISTORTION[bits], rel=0.15 if bits == 1 else 0.04)
@@ -93,15 +93,15 @@ def test_the_error_does_not_depend_on_the_data(vector: str, dim: int) -> None:
     x[0, 1] += vector == "two sizes"
     errors = []
     for seed in range(100):
-        found = RotatedCodec((4, 4), 2 * seed, 0).encode(DenseSegment(x, x, Layout([1])), Sealing(1)).read(slice(None))
-        errors += [float((decoded - x).square().sum() / x.square().sum()) for decoded in found]
+        sides = RotatedCodec((4, 4), 2 * seed, 0).encode(DenseSegment(x, x, Layout([1])), Sealing(1)).read(slice(None))
+        errors += [float((decoded - x).square().sum() / x.square().sum()) for decoded in sides]
     assert sum(errors) / len(errors) == pytest.approx(DISTORTION[4], rel=0.08)
 
 
 @pytest.mark.parametrize("bits", [(2, 2), (3, 4), (4, 3), (8, 1)])
 def test_codes_are_those_of_the_formula_in_double_precision(bits: tuple[int, int]) -> None:
-    pairs, found = dense(LENGTHS), coded(bits)
-    for i, (side, exact) in enumerate(((found.keys, pairs.keys), (found.values, pairs.values))):
+    pairs, segment = dense(LENGTHS), coded(bits)
+    for i, (side, exact) in enumerate(((segment.keys, pairs.keys), (segment.values, pairs.values))):
         basis, level = rotation(DIM, i, CPU).double(), levels(bits[i], CPU).flatten().double()
         torch.testing.assert_close(basis @ basis.T, torch.eye(DIM, dtype=torch.float64), atol=1e-6, rtol=0)
         x = exact.double()
@@ -111,7 +111,7 @@ def test_codes_are_those_of_the_formula_in_double_precision(bits: tuple[int, int
         assert (codes != nearest).float().mean() < 1e-3  # float32 may round across a boundary
         direction = level[codes] / level[codes].norm(dim=1, keepdim=True)
         expected = x.norm(dim=1, keepdim=True) * direction @ basis.T
-        torch.testing.assert_close(found.read(slice(None))[i].double(), expected, atol=1e-2, rtol=4e-3)
+        torch.testing.assert_close(segment.read(slice(None))[i].double(), expected, atol=1e-2, rtol=4e-3)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
@@ -124,9 +124,9 @@ def test_a_sketch_takes_the_bias_from_products_and_nothing_else_does(bits: int) 
         for seed in range(200):
             codec = RotatedCodec((bits, 2), 2 * seed, 0, sketch=sketch)
             products.append((queries * codec.encode(pairs, Sealing(1)).read(slice(None))[0]).sum(dim=1))
-        found = torch.stack(products)
-        mean[sketch] = float((found.mean(0) * exact).sum() / exact.square().sum())
-        errors[sketch] = float((found - exact).square().mean())
+        by_seed = torch.stack(products)
+        mean[sketch] = float((by_seed.mean(0) * exact).sum() / exact.square().sum())
+        errors[sketch] = float((by_seed - exact).square().mean())
     share = DISTORTION[bits - 1]
     spread = float((errors[True] / (200 * exact.square().sum())) ** 0.5)
     assert abs(mean[True] - 1) < 4 * spread
@@ -136,8 +136,8 @@ def test_a_sketch_takes_the_bias_from_products_and_nothing_else_does(bits: int) 
 
 @pytest.mark.parametrize("bits", [2, 4])
 def test_a_sketch_is_the_sign_of_the_error_in_a_basis_of_its_own(bits: int) -> None:
-    pairs, found = dense(LENGTHS), coded((bits, 4), sketch=True)
-    basis, other, level = (
+    pairs, segment = dense(LENGTHS), coded((bits, 4), sketch=True)
+    basis, sketch_basis, level = (
         rotation(DIM, 0, CPU).double(),
         rotation(DIM, -1, CPU).double(),
         levels(bits - 1, CPU).flatten(),
@@ -145,9 +145,9 @@ def test_a_sketch_is_the_sign_of_the_error_in_a_basis_of_its_own(bits: int) -> N
     x = pairs.keys.double()
     size = x.norm(dim=1, keepdim=True) / math.sqrt(DIM)
     coarse = level.double()[((x / size @ basis)[..., None] - level).abs().argmin(-1)] @ basis.T
-    sign = ((x / size - coarse) @ other).sign() @ other.T
+    sign = ((x / size - coarse) @ sketch_basis).sign() @ sketch_basis.T
     expected = size * (coarse + math.sqrt(math.pi / 2 * DISTORTION[bits - 1]) * sign)
-    wrong = (found.read(slice(None))[0] - expected).abs() > 1e-2 + 4e-3 * expected.abs()
+    wrong = (segment.read(slice(None))[0] - expected).abs() > 1e-2 + 4e-3 * expected.abs()
     assert wrong.any(dim=1).float().mean() < 0.02  # float32 may round across a boundary
 
 
@@ -157,8 +157,8 @@ def test_a_sketch_needs_a_bit_to_take() -> None:
 
 
 def test_norms_are_kept() -> None:
-    found, pairs = coded((2, 3)), dense(LENGTHS)
-    for decoded, exact in zip(found.read(slice(None)), (pairs.keys, pairs.values), strict=True):
+    segment, pairs = coded((2, 3)), dense(LENGTHS)
+    for decoded, exact in zip(segment.read(slice(None)), (pairs.keys, pairs.values), strict=True):
         torch.testing.assert_close(decoded.norm(dim=1), exact.norm(dim=1), rtol=4e-3, atol=0)
 
 
@@ -206,20 +206,22 @@ def test_constant_zero_huge_and_tiny_vectors_stay_finite() -> None:
 def test_every_kernel_attends_as_to_decoded_pairs(
     bits: tuple[int, int], sketch: bool, level: str | None, queries: int
 ) -> None:
-    found = coded(bits, [300, 0, 70, 28], sketch=sketch)
-    keys, values = found.read(slice(None))
+    segment = coded(bits, [300, 0, 70, 28], sketch=sketch)
+    keys, values = segment.read(slice(None))
     q = torch.randn(4, queries, DIM, generator=torch.Generator().manual_seed(1))
-    found.log_weight = torch.rand(found.layout.total, generator=torch.Generator().manual_seed(2))
-    rows, where = found.operand(), Ranges(*found.layout.on(CPU))
+    segment.log_weight = torch.rand(segment.layout.total, generator=torch.Generator().manual_seed(2))
+    rows, where = segment.operand(), Ranges(*segment.layout.on(CPU))
     assert rows.key_basis is not None
     assert rows.value_basis is not None
     args = rows.key_basis.enter(q, None), rows, where, Options(0.2, 5.0)
     out, lse = reference.decode(*args) if level is None else cpu.decode(*args, level=level)
     out = rows.value_basis.leave(out, None)
     for n in range(4):
-        own = found.layout.rows(n)
-        weight = found.log_weight[None, own]
-        expected = attend(q[n : n + 1], keys[None, own], values[None, own], Logits(0.2, 5.0), None, weight)
+        stream_rows = segment.layout.rows(n)
+        weight = segment.log_weight[None, stream_rows]
+        expected = attend(
+            q[n : n + 1], keys[None, stream_rows], values[None, stream_rows], Logits(0.2, 5.0), None, weight
+        )
         torch.testing.assert_close(out[n], expected[0][0], atol=1e-3, rtol=1e-3)
         torch.testing.assert_close(lse[n], expected[1][0], atol=1e-3, rtol=1e-3)
 
@@ -230,59 +232,59 @@ def test_whole_and_chosen_pairs_are_read_as_they_decode(
     kernels: str, sketch: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVPRESS_CPU_KERNELS", kernels)
-    found, logits = coded((4, 3), [40, 40], sketch=sketch), Logits(0.2)
+    segment, logits = coded((4, 3), [40, 40], sketch=sketch), Logits(0.2)
     q = torch.randn(2, 3, DIM, generator=torch.Generator().manual_seed(1))
-    keys, values = (side.view(2, 40, DIM) for side in found.read(slice(None)))
-    some = torch.tensor([[1, 4, 9, 30], [2, 3, 17, 39]])
-    rows = some + torch.tensor([[0], [40]])
-    at = some[..., None].expand(-1, -1, DIM)
+    keys, values = (side.view(2, 40, DIM) for side in segment.read(slice(None)))
+    listed = torch.tensor([[1, 4, 9, 30], [2, 3, 17, 39]])
+    rows = listed + torch.tensor([[0], [40]])
+    at = listed[..., None].expand(-1, -1, DIM)
     pairs = (
-        (found.attend(q, logits), attend(q, keys, values, logits)),
+        (segment.attend(q, logits), attend(q, keys, values, logits)),
         (
-            found.attend_rows(q, logits, rows, torch.tensor([4, 4])),
+            segment.attend_rows(q, logits, rows, torch.tensor([4, 4])),
             attend(q, keys.gather(1, at), values.gather(1, at), logits),
         ),
     )
-    for ours, theirs in pairs:
-        for mine, expected in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(mine, expected, atol=1e-3, rtol=1e-3)
+    for actual, expected in pairs:
+        for actual_tensor, expected_tensor in zip(actual, expected, strict=True):
+            torch.testing.assert_close(actual_tensor, expected_tensor, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("sketch", [False, True])
 def test_pairs_survive_being_taken_joined_saved_and_copied(sketch: bool) -> None:
-    found = coded(sketch=sketch)
-    whole = found.read(slice(None))
+    original = coded(sketch=sketch)
+    decoded = original.read(slice(None))
 
     def same(segment: CodedSegment, rows: Tensor) -> None:
-        for mine, side in zip(segment.read(slice(None)), whole, strict=True):
-            assert torch.equal(mine, side[rows])
+        for actual, side in zip(segment.read(slice(None)), decoded, strict=True):
+            assert torch.equal(actual, side[rows])
 
-    every = torch.arange(found.layout.total)
-    first, second = found.cut([7, 0, 12, 1])
+    all_rows = torch.arange(original.layout.total)
+    first, second = original.cut([7, 0, 12, 1])
     assert first.joinable(second)
-    same(CodedSegment.join([first, second]), every)
-    half = every[::2].contiguous()
-    same(found.take(half, Layout(torch.bincount(found.layout.streams_of(half), minlength=4).tolist())), half)
-    rows, layout = found.layout.take_streams([3, 3, 0, 2])
-    same(found.take(rows, layout), rows)
-    same(unpack(*pack(found)), every)
-    same(copy.deepcopy(found), every)
-    assert found.joinable(coded(seed=1, sketch=sketch))
-    assert not found.joinable(coded((4, 3), sketch=sketch))
-    assert not found.joinable(coded(sketch=not sketch))
+    same(CodedSegment.join([first, second]), all_rows)
+    half = all_rows[::2].contiguous()
+    same(original.take(half, Layout(torch.bincount(original.layout.streams_of(half), minlength=4).tolist())), half)
+    rows, layout = original.layout.take_streams([3, 3, 0, 2])
+    same(original.take(rows, layout), rows)
+    same(unpack(*pack(original)), all_rows)
+    same(copy.deepcopy(original), all_rows)
+    assert original.joinable(coded(seed=1, sketch=sketch))
+    assert not original.joinable(coded((4, 3), sketch=sketch))
+    assert not original.joinable(coded(sketch=not sketch))
 
 
 @pytest.mark.parametrize(
     ("bits", "dim", "sketch"), [((4, 4), 32, False), ((2, 4), 64, True), ((3, 3), 128, False), ((3, 3), 128, True)]
 )
 def test_bytes_per_pair_are_those_of_the_formula(bits: tuple[int, int], dim: int, sketch: bool) -> None:
-    found, codec = coded(bits, [64, 64], dim=dim, sketch=sketch), RotatedCodec(bits, 0, 3, sketch=sketch)
-    parts = found.storage()
-    assert set(parts) == {"codes", "scales", "tables"}
-    assert sum(t.nbytes for name in ("codes", "scales") for t in parts[name]) == 128 * codec.pair_bytes(
+    segment, codec = coded(bits, [64, 64], dim=dim, sketch=sketch), RotatedCodec(bits, 0, 3, sketch=sketch)
+    storage = segment.storage()
+    assert set(storage) == {"codes", "scales", "tables"}
+    assert sum(t.nbytes for name in ("codes", "scales") for t in storage[name]) == 128 * codec.pair_bytes(
         dim, torch.float32
     )
-    assert sum({t.data_ptr(): t.nbytes for t in parts["tables"]}.values()) == codec.table_bytes(dim)
+    assert sum({t.data_ptr(): t.nbytes for t in storage["tables"]}.values()) == codec.table_bytes(dim)
 
 
 # -- inside a model ----------------------------------------------------------------------------------------------------
@@ -292,7 +294,7 @@ def test_bytes_per_pair_are_those_of_the_formula(bits: tuple[int, int], dim: int
     "spec",
     ["turboquant", "turboquant:bits=(3,2)", "snapkv:0.5 + turboquant:bits=3,sinks=4,qjl=true"],
 )
-def test_the_plan_is_what_a_prefill_measures(spec: str) -> None:
+def test_the_plan_equals_the_bytes_after_a_prefill(spec: str) -> None:
     model, press = kvpress.load_model("reference")[0], kvpress.get_press(spec)
     ids = torch.randint(3, model.config.vocab_size, (2, 1024), generator=torch.Generator().manual_seed(0))
     cache = DynamicCache(config=model.config)
@@ -322,22 +324,22 @@ def test_decoding_equals_attention_over_the_decoded_pairs(family: str, qjl: bool
             exact.describe(segment, without=())
             store.segments = [exact]
         mask, new = grow(mask, 1), tokens(3, 1, seed=4)
-        found, expected = (
-            model(new, attention_mask=mask, past_key_values=one, position_ids=position_ids(mask, 1)).logits
-            for one in (cache, decoded)
+        actual, expected = (
+            model(new, attention_mask=mask, past_key_values=read_cache, position_ids=position_ids(mask, 1)).logits
+            for read_cache in (cache, decoded)
         )
-    torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(actual, expected, atol=2e-3, rtol=2e-3)
 
 
 def test_a_padded_row_is_coded_as_if_it_were_alone() -> None:
     press = kvpress.TurboQuantPress(3, residual_length=8)
     ids, mask = padded_batch([120, 75])
     together, alone = (cache.layers[0].store.segments for cache in (read(press, ids, mask), read(press, ids[1:, -75:])))
-    for whole, single in zip(together, alone, strict=True):
+    for batch_segment, alone_segment in zip(together, alone, strict=True):
         for head in range(2):
-            rows = whole.layout.rows(2 + head), single.layout.rows(head)
-            for mine, theirs in zip(whole.read(rows[0]), single.read(rows[1]), strict=True):
-                torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+            rows = batch_segment.layout.rows(2 + head), alone_segment.layout.rows(head)
+            for actual, expected in zip(batch_segment.read(rows[0]), alone_segment.read(rows[1]), strict=True):
+                torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_pairs_are_coded_once_and_segments_stay_few() -> None:
@@ -368,23 +370,23 @@ def test_rows_can_be_reordered_and_repeated(spec: str) -> None:
     twin = copy.deepcopy(cache)
     twin.batch_select_indices(order)
 
-    def logits(one: DynamicCache, ids: Tensor, real: Tensor) -> Tensor:
+    def logits(source: DynamicCache, ids: Tensor, real: Tensor) -> Tensor:
         with kvpress.reading(model, press):
-            one = copy.deepcopy(one)
-            return model(ids, attention_mask=real, past_key_values=one, position_ids=position_ids(real, 1)).logits
+            source = copy.deepcopy(source)
+            return model(ids, attention_mask=real, past_key_values=source, position_ids=position_ids(real, 1)).logits
 
     def noisy(seed: int) -> Tensor:
         with noise(seed):
             return logits(cache, new, mask)[order]
 
-    found, expected = logits(twin, new[order], mask[order]), logits(cache, new, mask)[order]
-    same(found, expected, noisy, "reordered rows", free=1e-5)
+    actual, expected = logits(twin, new[order], mask[order]), logits(cache, new, mask)[order]
+    same(actual, expected, noisy, "reordered rows", free=1e-5)
 
 
 @pytest.mark.parametrize("selector", ["", " + quest:budget=16,page_size=4,skip_layers=0", " + sparq:budget=16"])
 @pytest.mark.parametrize("eviction", ["", "snapkv:0.5,window_size=4 + "])
 def test_it_composes(eviction: str, selector: str) -> None:
-    """A step is close to that of other codes of the same pairs, both of which leave little error."""
+    """A step is close to the step with other codes of the same pairs; both have a small error."""
     model, (ids, mask), logits = tiny_model("llama"), padded_batch([120, 75]), []
     new, grown = tokens(2, 1, seed=3), grow(mask, 1)
     for codec in ("turboquant:bits=8,residual_length=8", "kivi:bits=8,residual_length=8"):

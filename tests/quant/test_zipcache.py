@@ -20,7 +20,7 @@ from tests.models import full_layers, padded_batch, position_ids, tiny_model, to
 
 
 class Watching(kvpress.ZipCachePress):
-    """Records saliency and encodes nothing."""
+    """Press that records saliency and encodes nothing."""
 
     def codec_at(self, layer: int) -> None:
         return None
@@ -39,9 +39,9 @@ def saliency(ids: torch.Tensor, mask: torch.Tensor | None, share: float, family:
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
 def test_all_probes_give_the_normalised_column_sums_of_the_model(family: str) -> None:
     ids = tokens(2, 40)
-    found, probes = saliency(ids, None, 1.0, family)
+    sums, probes = saliency(ids, None, 1.0, family)
     attention = tiny_model(family, "eager")(ids, output_attentions=True).attentions[0]
-    torch.testing.assert_close(found, attention.unflatten(1, (2, 2)).sum(dim=(2, 3)), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(sums, attention.unflatten(1, (2, 2)).sum(dim=(2, 3)), atol=1e-4, rtol=1e-4)
     assert torch.equal(probes, (40 - torch.arange(40.0)).expand(2, 2, 40))
 
 
@@ -52,17 +52,17 @@ def test_generated_tokens_are_probes_of_all_that_they_see(
 ) -> None:
     monkeypatch.setenv("KVPRESS_CPU_KERNELS", kernels)
     model = tiny_model(family, "eager")
-    place = full_layers(model)[0]
+    layer = full_layers(model)[0]
     ids, mask = padded_batch([43, 31])
-    whole = model(ids, attention_mask=mask, position_ids=position_ids(mask), output_attentions=True)
+    output = model(ids, attention_mask=mask, position_ids=position_ids(mask), output_attentions=True)
     cache = DynamicCache(config=model.config)
     with Watching(probe_ratio=1.0)(model):
-        for part in (slice(0, 40), slice(40, 41), slice(41, 42), slice(42, 43)):
-            real = mask[:, : part.stop]
-            at = position_ids(real)[:, part]
-            model(ids[:, part], attention_mask=real, position_ids=at, **with_cache(cache))
-    side = cache.layers[place].store.window.side
-    paid = whole.attentions[place].unflatten(1, (2, 2)).sum(dim=2) * mask[:, None, :, None]
+        for span in (slice(0, 40), slice(40, 41), slice(41, 42), slice(42, 43)):
+            real = mask[:, : span.stop]
+            at = position_ids(real)[:, span]
+            model(ids[:, span], attention_mask=real, position_ids=at, **with_cache(cache))
+    side = cache.layers[layer].store.window.side
+    paid = output.attentions[layer].unflatten(1, (2, 2)).sum(dim=2) * mask[:, None, :, None]
     torch.testing.assert_close(side["saliency"], paid.sum(dim=2), atol=1e-4, rtol=1e-4)
     later = mask.flip(1).cumsum(dim=1).flip(1) * mask
     assert torch.equal(side["probes"], later[:, None].expand(2, 2, 43).float())
@@ -92,24 +92,24 @@ def test_ten_per_cent_of_the_queries_are_probes_half_of_them_the_newest() -> Non
     ids = tokens(1, 400)
     _, probes = saliency(ids, None, 0.1)
     per_pair = probes[0, 0]
-    asked = per_pair - torch.cat([per_pair[1:], torch.zeros(1)])
-    assert asked[-20:].tolist() == [1.0] * 20
-    assert 10 <= int(asked[:-20].sum()) <= 32
-    assert set(asked.tolist()) == {0.0, 1.0}
+    is_probe = per_pair - torch.cat([per_pair[1:], torch.zeros(1)])
+    assert is_probe[-20:].tolist() == [1.0] * 20
+    assert 10 <= int(is_probe[:-20].sum()) <= 32
+    assert set(is_probe.tolist()) == {0.0, 1.0}
 
 
 def test_probes_do_not_depend_on_the_batch() -> None:
     ids, mask = padded_batch([90, 41])
     together = saliency(ids, mask, 0.1)
     alone = saliency(ids[1:, -41:], None, 0.1)
-    for found, expected in zip(together, alone, strict=True):
-        torch.testing.assert_close(found[1:, :, -41:], expected, atol=1e-5, rtol=1e-4)
-        assert not found[1, :, :-41].any()
+    for actual, expected in zip(together, alone, strict=True):
+        torch.testing.assert_close(actual[1:, :, -41:], expected, atol=1e-5, rtol=1e-4)
+        assert not actual[1, :, :-41].any()
 
 
 def test_hashes_spread_evenly() -> None:
-    found = hashed(torch.arange(20000))
-    assert torch.histc(found, 10, 0, 1).sub(2000).abs().max() < 200
+    hashes = hashed(torch.arange(20000))
+    assert torch.histc(hashes, 10, 0, 1).sub(2000).abs().max() < 200
 
 
 def test_the_most_salient_of_every_stream_are_marked() -> None:
@@ -135,7 +135,7 @@ def test_a_loud_channel_leaves_the_relative_error_of_the_others() -> None:
     def relative(x: torch.Tensor) -> float:
         return float((encode(x, 4) - x)[:, quiet].norm() / x[:, quiet].norm())
 
-    # A tenth of the range after scaling by square roots; with one scale per token it would be the whole of it.
+    # A tenth of the range after scaling by square roots; one scale per token would give all of it.
     assert relative(loud) < 12 * relative(values)
     plain = loud.amax(1, keepdim=True) - loud.amin(1, keepdim=True)
     step = plain / 15
@@ -157,7 +157,7 @@ def test_generated_tokens_keep_the_channel_scales_of_the_prompt() -> None:
 
 
 def test_weights_in_16_bits_are_kept_through_turns() -> None:
-    """Classes are split and joined as pairs go; their weights stay what they were given as."""
+    """Splitting and joining classes leaves the log-weights of pairs unchanged."""
     model, cache = tiny_model("llama"), DynamicCache(config=tiny_model("llama").config)
     press = kvpress.get_press(
         "sample(knorm:budget=30):share=1.0 + zipcache:bits=2,probe_ratio=0.25,interval=4,residual_length=8"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON files that may be damaged: one function reads them, and says nothing or moves them aside."""
+"""JSON files that may be damaged: one function reads them, and ignores damaged ones or moves them aside."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def ids(config: RunConfig, weights: str = "w") -> list[str]:
     return [cell.id for cell in make_cells(config, expand_tasks(config), weights, "cpu", "bfloat16")]
 
 
-def test_a_cell_is_named_by_what_decides_its_result() -> None:
+def test_a_cell_is_named_by_the_fields_that_decide_its_result() -> None:
     config = RunConfig(presses=("none", "snapkv:0.5"), tasks=("vt",), lengths=(512,))
     base = ids(config)
     assert len(set(base)) == 2

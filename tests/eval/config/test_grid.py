@@ -68,5 +68,5 @@ def test_mistakes_are_named(tmp_path: Path, text: str, message: str) -> None:
 
 @pytest.mark.parametrize("spec", ["none", "kivi", "quest", "nothing"])
 def test_presses_without_a_ratio_come_once(spec: str) -> None:
-    found: Any = expand_ratios([spec, "knorm"], [0.5, 0.75])
-    assert found == [spec, "knorm:0.5", "knorm:0.75"]
+    specs: Any = expand_ratios([spec, "knorm"], [0.5, 0.75])
+    assert specs == [spec, "knorm:0.5", "knorm:0.75"]

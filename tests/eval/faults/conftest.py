@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A press does what a test tells it to do."""
+"""A press that does any action a test sets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvpress.core import registry
 
 @dataclass
 class SabotagedPress(kvpress.ScorerPress):
-    """Does what a test tells it to do while it scores; it is told how many rows the batch has."""
+    """Press that runs a test's action on every scoring, with the number of rows of the batch."""
 
     act: ClassVar[Callable[[int], None]]
 
@@ -26,7 +26,7 @@ class SabotagedPress(kvpress.ScorerPress):
 
 @pytest.fixture
 def sabotage() -> Iterator[Callable[[Callable[[int], None]], None]]:
-    """Makes the press `sabotaged` do something; it exists for one test."""
+    """Return a function that sets the action of the press `sabotaged`; the press exists for one test."""
     kvpress.list_presses()
     kvpress.register("sabotaged", "evict")(SabotagedPress)
 

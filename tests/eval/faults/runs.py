@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs in this process and in others, and what they have written so far.
+"""Runs in this process and in other processes, and the rows they have written.
 
-Processes that are killed are forked from a server that has imported everything, so that each costs a fraction of a second.
+Processes to be killed are forked from a server that has imported everything, so that each costs a fraction of a second.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Small = Callable[..., RunConfig]
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([__name__])
 PATIENCE = 600
-"""Seconds after which a process hangs, and is not slow."""
+"""Seconds after which a process counts as hanging."""
 
 
 def work(config: RunConfig) -> None:
@@ -45,7 +45,7 @@ def command(arguments: Sequence[str]) -> None:
 
 
 def without_network(arguments: Sequence[str], offline: bool) -> None:
-    """Run the command line where no connection can be made, whether or not the hub's library was told so."""
+    """Run the command line with all connections refused, with or without the offline mode of the hub's library."""
 
     def refuse(*arguments: Any, **options: Any) -> Any:
         raise OSError(errno.ENETUNREACH, "Network is unreachable")
@@ -80,10 +80,10 @@ def count(config: RunConfig) -> int:
 
 
 def uninterrupted(config: RunConfig, folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return what the run gives that nothing happens to."""
-    whole = config.model_copy(update={"out": folder / "whole"})
-    assert run(whole, Console(file=io.StringIO())).exit_code == 0
-    return content(whole)
+    """Return the contents of an undisturbed run."""
+    undisturbed = config.model_copy(update={"out": folder / "whole"})
+    assert run(undisturbed, Console(file=io.StringIO())).exit_code == 0
+    return content(undisturbed)
 
 
 def exit_code(config: RunConfig) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run on a cluster survives: a machine that is lost, Ctrl-C."""
+"""Faults that a run on a cluster survives: a lost machine, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def two_machines() -> Iterator[Any]:
     pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
-    handler = signal.getsignal(signal.SIGTERM)  # which a node of the cluster takes over
+    handler = signal.getsignal(signal.SIGTERM)  # a node of the cluster replaces this handler
     size = {"num_cpus": 1, "memory": 3 * 2**30, "object_store_memory": 100 * 2**20}
     cluster = Cluster(
         initialize_head=True, head_node_args={**size, "include_dashboard": False, "_system_config": _QUICK}
@@ -49,7 +49,7 @@ def two_machines() -> Iterator[Any]:
 
 
 def when(happened: Callable[[], bool], act: Callable[[], None]) -> threading.Thread:
-    """Do something as soon as something has happened, while a run goes on."""
+    """Run `act` in a thread as soon as `happened` is true, while a run continues."""
 
     def watch() -> None:
         deadline = time.monotonic() + PATIENCE
@@ -63,7 +63,7 @@ def when(happened: Callable[[], bool], act: Callable[[], None]) -> threading.Thr
 
 
 def workers(config: Any) -> list[set[str]]:
-    """Return which workers wrote the rows of each cell."""
+    """Return the workers that wrote the rows of each cell."""
     return [{json.loads(row)["measured"]["run"] for row in rows} for rows in lines(config).values()]
 
 
@@ -80,12 +80,12 @@ def test_a_machine_that_is_lost_loses_no_sample(
     killer = when(both_write, lambda: two_machines.remove_node(second, allow_graceful=False))
     result = run(config, quiet)
     killer.join()
-    said = quiet.file.getvalue()  # type: ignore[attr-defined]
+    output = quiet.file.getvalue()  # type: ignore[attr-defined]
     assert result.exit_code == 0
-    assert "2 workers on 2 machines: each asks for 1 core and" in said
-    assert "a worker was lost; " in said
-    assert "8 cells in " in said
-    assert " a minute; 2 workers did " in said
+    assert "2 workers on 2 machines: each asks for 1 core and" in output
+    assert "a worker was lost; " in output
+    assert "8 cells in " in output
+    assert " a minute; 2 workers did " in output
     # Some cell was begun by one worker and finished by the other; every sample of every cell is there once.
     assert max(map(len, workers(config))) == 2
     assert {len(rows) for rows in lines(config).values()} == {12}
@@ -96,7 +96,7 @@ def test_a_machine_that_is_lost_loses_no_sample(
     assert set().union(*workers(config)) <= {record["run"] for record in records if "prefills" in record}
 
 
-def test_ctrl_c_leaves_what_is_finished(small: Small, quiet: Console, two_machines: Any) -> None:
+def test_ctrl_c_leaves_finished_cells(small: Small, quiet: Console, two_machines: Any) -> None:
     config = small(presses=("none",), lengths=(1024,), samples=40, engine="ray", ray_address=two_machines.address)
     handler = signal.getsignal(signal.SIGINT)
     killer = when(lambda: count(config) >= 2, lambda: os.kill(os.getpid(), signal.SIGINT))
@@ -113,20 +113,20 @@ def test_ctrl_c_leaves_what_is_finished(small: Small, quiet: Console, two_machin
     assert kept < {line for rows in lines(config).values() for line in rows}
 
 
-def test_a_search_on_a_cluster_picks_what_one_process_picks(
+def test_a_search_on_a_cluster_picks_the_press_of_one_process(
     small: Small, quiet: Console, two_machines: Any, tmp_path: Path
 ) -> None:
     local = small(tasks=("niah_single",), lengths=(256,), samples=4)
     wishes = Wishes(smaller=8.0, held_out=2, candidates=2)
     expected = tune(local, wishes, quiet)
     config = local.model_copy(update={"engine": "ray", "ray_address": two_machines.address, "out": tmp_path / "ray"})
-    found = tune(config, wishes, quiet)
-    assert (found.press, found.kept) == (expected.press, expected.kept)
-    assert [one.press for one in found.frontier] == [one.press for one in expected.frontier]
+    on_cluster = tune(config, wishes, quiet)
+    assert (on_cluster.press, on_cluster.kept) == (expected.press, expected.kept)
+    assert [measured.press for measured in on_cluster.frontier] == [measured.press for measured in expected.frontier]
     assert searched(config) == searched(local)
     assert "of the cluster examine" in quiet.file.getvalue()  # type: ignore[attr-defined]
 
 
 def searched(config: RunConfig) -> Any:
-    """Return where all presses of a search stand."""
+    """Return the standings of all presses of a search."""
     return json.loads((config.out / RESULT).read_text())["searched"]

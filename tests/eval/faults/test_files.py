@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run survives on the disk: torn and damaged files, no room, no right to write, no folder."""
+"""Disk faults that a run survives: torn and damaged files, no space, no right to write, no folder."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from tests.eval.faults.runs import Small, count, exit_code, lines, uninterrupted
 def test_a_record_cut_off_anywhere_is_run_again(small: Small, quiet: Console) -> None:
     config = small(samples=2)
     run(config, quiet)
-    whole, path = content(config), next(config.out.glob("cells/*/rows.jsonl"))
+    expected, path = content(config), next(config.out.glob("cells/*/rows.jsonl"))
     record = path.read_bytes()
     last = record.rindex(b"\n", 0, -1) + 1
     for cut in random.Random(1).sample(range(last, len(record)), 6):  # noqa: S311  # reproducible, not secret
         path.write_bytes(record[:cut])
         assert run(config, quiet).exit_code == 0
-        assert content(config) == whole
+        assert content(config) == expected
 
 
 @pytest.mark.filterwarnings("ignore:.*moved . damaged rows", "ignore:.*dropped an unfinished last line")
@@ -40,7 +40,7 @@ def test_a_record_cut_off_anywhere_is_run_again(small: Small, quiet: Console) ->
 def test_a_flipped_byte_costs_only_its_rows(small: Small, quiet: Console, seed: int) -> None:
     config = small(presses=("none",), samples=4)
     run(config, quiet)
-    whole, path = content(config), next(config.out.glob("cells/*/rows.jsonl"))
+    expected, path = content(config), next(config.out.glob("cells/*/rows.jsonl"))
     damaged = bytearray(path.read_bytes())
     rng = random.Random(seed)  # noqa: S311  # reproducible, not secret
     # The first seed hits the end of a line, so that two become one.
@@ -53,9 +53,9 @@ def test_a_flipped_byte_costs_only_its_rows(small: Small, quiet: Console, seed: 
     assert result.exit_code == 0
     assert 2 <= len(intact) < 4
     assert len(good) >= len(intact)
-    assert sorted(map(str, content(config)[path.parent.name])) == sorted(map(str, whole[path.parent.name]))
-    aside = path.with_suffix(".jsonl.corrupt").read_bytes().rstrip(b"\n")
-    assert aside in bytes(damaged)
+    assert sorted(map(str, content(config)[path.parent.name])) == sorted(map(str, expected[path.parent.name]))
+    corrupt = path.with_suffix(".jsonl.corrupt").read_bytes().rstrip(b"\n")
+    assert corrupt in bytes(damaged)
 
 
 @pytest.mark.filterwarnings("ignore:.*moved . damaged rows", "ignore:.*not readable", "ignore:.*dropped an unfinished")
@@ -64,18 +64,18 @@ def test_a_flipped_byte_costs_only_its_rows(small: Small, quiet: Console, seed: 
 def test_damaged_files_are_written_again(small: Small, quiet: Console, name: str, damage: bytes) -> None:
     config = small(samples=2)
     run(config, quiet)
-    whole, path = content(config), next(config.out.glob("cells/*/rows.jsonl")).with_name(name)
+    expected, path = content(config), next(config.out.glob("cells/*/rows.jsonl")).with_name(name)
     path.write_bytes(damage)
     result = run(config, quiet)
     assert result.exit_code == 0
     assert [len(cell.scores) for cell in result.cells] == [2, 2]
-    assert content(config) == whole
+    assert content(config) == expected
     if damage and name != "done.json":
         assert path.with_name(f"{name}.corrupt").exists()
 
 
 class Disk:
-    """A disk under `folder` with `room` for so many bytes; after that writing fails with an error of the system."""
+    """Disk under `folder` with space for `room` bytes; writing more raises an OSError with `error`."""
 
     def __init__(self, folder: Path, room: int, error: int) -> None:
         self.folder, self.room, self.error = folder, room, error
@@ -89,18 +89,18 @@ class Disk:
 
 
 class _OnDisk(io.FileIO):
-    """A file that gets as much as there is room for, as the last write to a full disk does."""
+    """File that stores as many bytes as there is space for, like the last write to a full disk."""
 
     def __init__(self, disk: Disk, file: Any, mode: str) -> None:
         self.disk = disk
         super().__init__(file, mode)
 
     def write(self, data: Any) -> int:
-        taken = min(len(data), self.disk.room)
-        if not taken:
+        num_written = min(len(data), self.disk.room)
+        if not num_written:
             raise OSError(self.disk.error, os.strerror(self.disk.error))
-        self.disk.room -= taken
-        return super().write(bytes(data[:taken]))
+        self.disk.room -= num_written
+        return super().write(bytes(data[:num_written]))
 
 
 @pytest.mark.filterwarnings("ignore:.*dropped an unfinished last line")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run survives from outside: kills, signals, racing processes and a hub that cannot be reached."""
+"""Faults from outside that a run survives: kills, signals, racing processes and a hub that cannot be reached."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_second_ctrl_c_leaves_the_model_as_it_was(small: Small, quiet: Console
 @pytest.mark.parametrize("offline", [True, False])
 def test_a_hub_that_cannot_be_reached(small: Small, offline: bool) -> None:
     config = small(samples=1)
-    start(time.sleep, 0).join()  # what processes are forked from has imported everything
+    start(time.sleep, 0).join()  # the server that processes are forked from has imported everything
     before = time.monotonic()
     process = start(without_network, [*options(config), "--model", "someone/a-model"], offline)
     process.join(30)
@@ -121,7 +121,7 @@ def test_eight_processes_race_for_cells_and_one_dies(small: Small, quiet: Consol
     result = run(config, quiet)
     assert result.exit_code == 0
     assert len(result.cells) == 200
-    found = lines(config)
-    assert len(found) == 200
-    assert all(len(rows) == 1 for rows in found.values())
-    assert len({json.loads(rows[0])["measured"]["run"] for rows in found.values()}) > 1
+    rows_by_cell = lines(config)
+    assert len(rows_by_cell) == 200
+    assert all(len(rows) == 1 for rows in rows_by_cell.values())
+    assert len({json.loads(rows[0])["measured"]["run"] for rows in rows_by_cell.values()}) > 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run survives in its own work: presses and scorers that raise, no memory, NaN, slow samples, a clock that jumps.
+"""Faults that a run survives in its own work: presses and scorers that raise, no memory, NaN, slow samples, a clock that jumps.
 
 Faults come from a press, which is code that users write.
 """
@@ -31,7 +31,7 @@ def fails(error: type[Exception]) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize("error", [ValueError, RecursionError, MemoryError])
-def test_whatever_a_press_raises_costs_its_cell_only(
+def test_any_error_of_a_press_costs_its_cell_only(
     small: Small, quiet: Console, sabotage: Any, error: type[Exception]
 ) -> None:
     config = small(presses=("none", "sabotaged:0.5", "knorm:0.5"), samples=2)
@@ -147,14 +147,14 @@ def test_a_clock_that_runs_backwards(
     small: Small, quiet: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = small()
-    whole = uninterrupted(config, tmp_path)
+    expected = uninterrupted(config, tmp_path)
     seconds = iter(range(10**9, 0, -(10**6)))
     monkeypatch.setattr(time, "time", lambda: float(next(seconds)))
     for module in (job, environment):
         monkeypatch.setattr(module, "now", lambda: "1970-01-01T00:00:00+00:00")
-    first, again = run(config, quiet), run(config, quiet)
-    assert first.exit_code == again.exit_code == 0
-    assert content(config) == whole
+    first_result, second = run(config, quiet), run(config, quiet)
+    assert first_result.exit_code == second.exit_code == 0
+    assert content(config) == expected
     # Two runs of the same second are two runs.
-    assert first.record["run"] != again.record["run"]
-    assert all(row["measured"]["prefill_seconds"] > 0 for cell in first.cells for row in cell.rows)
+    assert first_result.record["run"] != second.record["run"]
+    assert all(row["measured"]["prefill_seconds"] > 0 for cell in first_result.cells for row in cell.rows)

@@ -53,58 +53,58 @@ def test_kl_is_that_of_the_two_categorical_distributions() -> None:
 
 def test_the_full_cache_is_the_model_on_the_whole_text(engine: Engine, comparison: Comparison) -> None:
     with torch.inference_mode():
-        whole = engine.model(comparison.ids).logits
-    found = torch.cat([reading.logits for reading in comparison.full])
-    torch.testing.assert_close(found, whole[:, CONTEXT:], rtol=1e-3, atol=1e-3)
+        plain_logits = engine.model(comparison.ids).logits
+    full_logits = torch.cat([reading.logits for reading in comparison.full])
+    torch.testing.assert_close(full_logits, plain_logits[:, CONTEXT:], rtol=1e-3, atol=1e-3)
 
 
-def test_a_text_outside_the_vocabulary_is_told(tmp_path: Path) -> None:
-    strange, own = tmp_path / "strange.txt", tmp_path / "own.txt"
+def test_a_text_outside_the_vocabulary_is_reported(tmp_path: Path) -> None:
+    strange, familiar = tmp_path / "strange.txt", tmp_path / "own.txt"
     strange.write_text("Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich. " * 20)
-    own.write_text(" The code for tiger is 4837. The old river runs." * 60)
-    for path, told in ((strange, True), (own, False)):
+    familiar.write_text(" The code for tiger is 4837. The old river runs." * 60)
+    for path, is_outside in ((strange, True), (familiar, False)):
         out = tmp_path / "out.json"
         code, output = invoke("--press", "none", "--text", str(path), "--out", str(out), "--force")
         assert code == 0, output
-        assert ("outside its vocabulary" in output.replace("\n", " ")) == told
-        assert (json.loads(out.read_text())["outside_vocabulary"] > 0.5) == told
+        assert ("outside its vocabulary" in output.replace("\n", " ")) == is_outside
+        assert (json.loads(out.read_text())["outside_vocabulary"] > 0.5) == is_outside
     assert "outside its vocabulary" not in invoke("--press", "none")[1]
 
 
 def test_no_press_diverges_by_nothing(comparison: Comparison) -> None:
-    found = comparison.fidelity("none")
-    assert found.kl.shape == found.agrees.shape == (3, TOKENS)
-    assert not found.kl.any()
-    assert found.agrees.all()
-    assert found.prompt_bits == 32  # float32
-    assert found.kept == 1
+    figures = comparison.fidelity("none")
+    assert figures.kl.shape == figures.agrees.shape == (3, TOKENS)
+    assert not figures.kl.any()
+    assert figures.agrees.all()
+    assert figures.prompt_bits == 32  # float32
+    assert figures.kept == 1
 
 
 def test_fewer_bits_diverge_more(comparison: Comparison) -> None:
-    found = [comparison.fidelity(f"kivi:bits={b},group_size=32,residual_length=0") for b in (8, 4, 2, 1)]
-    means = [float(divergence.kl.mean()) for divergence in found]
+    divergences = [comparison.fidelity(f"kivi:bits={b},group_size=32,residual_length=0") for b in (8, 4, 2, 1)]
+    means = [float(divergence.kl.mean()) for divergence in divergences]
     assert means == sorted(means)
     assert 0 < means[0] < 1e-3 < means[-1]
-    assert [d.prompt_bits for d in found] == sorted((d.prompt_bits for d in found), reverse=True)
-    assert found[0].agrees.float().mean() > found[-1].agrees.float().mean()
+    assert [d.prompt_bits for d in divergences] == sorted((d.prompt_bits for d in divergences), reverse=True)
+    assert divergences[0].agrees.float().mean() > divergences[-1].agrees.float().mean()
 
 
-def test_the_compressed_context_is_what_is_read(engine: Engine, comparison: Comparison) -> None:
-    """Evicting all but the newest pairs gives the model's own distributions with the others masked."""
+def test_the_compressed_context_is_read(engine: Engine, comparison: Comparison) -> None:
+    """Evicting all but the newest pairs gives the model's own distributions with the other pairs masked."""
     kept = 32
-    found = comparison.fidelity(f"streaming_llm:budget={kept},n_sink=0")
+    figures = comparison.fidelity(f"streaming_llm:budget={kept},n_sink=0")
     mask = torch.ones(CONTEXT + TOKENS, CONTEXT + TOKENS, dtype=torch.bool).tril()
     mask[CONTEXT:, : CONTEXT - kept] = False
     with torch.inference_mode():
         masked = engine.model(comparison.ids, attention_mask=mask.expand(3, 1, -1, -1)).logits[:, CONTEXT:]
         full = engine.model(comparison.ids).logits[:, CONTEXT:]
-    torch.testing.assert_close(found.kl, kl_divergence(full, masked), rtol=1e-2, atol=1e-4)
-    assert found.kept == (kept + TOKENS) / (CONTEXT + TOKENS)
+    torch.testing.assert_close(figures.kl, kl_divergence(full, masked), rtol=1e-2, atol=1e-4)
+    assert figures.kept == (kept + TOKENS) / (CONTEXT + TOKENS)
 
 
 def test_tokens_of_the_continuation_are_encoded(comparison: Comparison) -> None:
-    found = comparison.read("kivi:bits=2,group_size=32,residual_length=0", comparison.ids)
-    encoded = [report.components["codes"] for report in (found.prompt, found.end)]
+    reading = comparison.read("kivi:bits=2,group_size=32,residual_length=0", comparison.ids)
+    encoded = [report.components["codes"] for report in (reading.prompt, reading.end)]
     groups = [(CONTEXT + added) // 32 for added in (0, TOKENS)]
     assert encoded[1] * groups[0] == encoded[0] * groups[1] > 0
 
@@ -120,19 +120,19 @@ def test_the_batch_size_does_not_matter(engine: Engine, comparison: Comparison) 
 @pytest.mark.parametrize("chunk", [1, 7, TOKENS])
 def test_perplexity_of_the_full_cache_is_that_of_one_plain_pass(engine: Engine, chunk: int) -> None:
     ids = read_texts(CONFIG, engine, TOKENS)
-    found = Comparison(engine, ids, CONTEXT, batch_size=2, chunk=chunk).fidelity("none").row()
+    row = Comparison(engine, ids, CONTEXT, batch_size=2, chunk=chunk).fidelity("none").row()
     with torch.inference_mode():
         logits = engine.model(ids).logits[:, CONTEXT:-1]
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, CONTEXT + 1 :].flatten()).exp()
-    assert math.isclose(found["perplexity"], float(expected), rel_tol=1e-4)
-    assert found["full_perplexity"] == found["perplexity"]
+    assert math.isclose(row["perplexity"], float(expected), rel_tol=1e-4)
+    assert row["full_perplexity"] == row["perplexity"]
 
 
 @pytest.mark.parametrize("chunk", [8, 20, 100])
-def test_chunks_read_what_the_turns_before_them_left(engine: Engine, comparison: Comparison, chunk: int) -> None:
-    """Under a press that keeps the newest pairs after every turn, a chunk sees those and its own past."""
+def test_chunks_read_the_pairs_that_earlier_turns_left(engine: Engine, comparison: Comparison, chunk: int) -> None:
+    """With a press that keeps the newest pairs after every turn, a chunk reads those and its own past."""
     kept = 16
-    found = Comparison(engine, comparison.ids, CONTEXT, 2, chunk=chunk).fidelity(
+    figures = Comparison(engine, comparison.ids, CONTEXT, 2, chunk=chunk).fidelity(
         f"streaming_llm:budget={kept},n_sink=0"
     )
     mask = torch.ones(CONTEXT + TOKENS, CONTEXT + TOKENS, dtype=torch.bool).tril()
@@ -142,8 +142,8 @@ def test_chunks_read_what_the_turns_before_them_left(engine: Engine, comparison:
         logits = engine.model(comparison.ids, attention_mask=mask.expand(3, 1, -1, -1)).logits[:, CONTEXT:-1]
     targets = comparison.ids[:, CONTEXT + 1 :]
     expected = -logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
-    torch.testing.assert_close(found.nll, expected, rtol=1e-2, atol=1e-3)
-    assert found.nll.mean() > found.full_nll.mean()
+    torch.testing.assert_close(figures.nll, expected, rtol=1e-2, atol=1e-3)
+    assert figures.nll.mean() > figures.full_nll.mean()
 
 
 def test_a_press_that_draws_at_random_is_repeatable(comparison: Comparison) -> None:
@@ -156,20 +156,20 @@ def test_texts_are_seeded_and_more_samples_keep_the_first(engine: Engine) -> Non
     def made(**fields: int) -> torch.Tensor:
         return read_texts(CONFIG.model_copy(update=fields), engine, TOKENS)
 
-    few, more, other = made(), made(samples=5), made(seed=1)
-    assert few.shape == (3, CONTEXT + TOKENS)
-    assert torch.equal(few, more[:3])
-    assert not torch.equal(few, other)
-    assert not torch.equal(few[0], few[1])
+    three_texts, five_texts, other_seed = made(), made(samples=5), made(seed=1)
+    assert three_texts.shape == (3, CONTEXT + TOKENS)
+    assert torch.equal(three_texts, five_texts[:3])
+    assert not torch.equal(three_texts, other_seed)
+    assert not torch.equal(three_texts[0], three_texts[1])
 
 
 def test_the_continuation_asks_about_the_context(engine: Engine) -> None:
     ids = read_texts(CONFIG, engine, 128)
     for row in ids:
         context, continuation = engine.tokenizer.decode(row[:CONTEXT]), engine.tokenizer.decode(row)
-        asked = re.findall(r"What is the (\w+) for (\w+)\?\nThe \1 for \2 is (\d+)\.", continuation)
-        assert asked
-        assert f" The {asked[0][0]} for {asked[0][1]} is {asked[0][2]}." in context
+        facts = re.findall(r"What is the (\w+) for (\w+)\?\nThe \1 for \2 is (\d+)\.", continuation)
+        assert facts
+        assert f" The {facts[0][0]} for {facts[0][1]} is {facts[0][2]}." in context
 
 
 def test_a_text_file(engine: Engine, tmp_path: Path) -> None:
@@ -224,11 +224,11 @@ def test_tables_fit_a_terminal_of_100_columns() -> None:
     console.print(to_layer_table([row]))
     lines = console.export_text().splitlines()
     assert max(map(len, lines)) <= 100
-    whole = [line for line in lines if line.startswith("adakv(expected_attention")]
-    assert [line.split()[-7:] for line in whole[:1]] == [
+    press_lines = [line for line in lines if line.startswith("adakv(expected_attention")]
+    assert [line.split()[-7:] for line in press_lines[:1]] == [
         ["1.00000", "1.0000", "100.0", "2.718", "16.00", "16.00", "100"]
     ]
-    assert whole[1].split()[-4:] == ["0", "0.2000", "0.2000", "20.0"]
+    assert press_lines[1].split()[-4:] == ["0", "0.2000", "0.2000", "20.0"]
 
 
 @pytest.mark.parametrize(
@@ -286,28 +286,31 @@ def test_the_fidelity_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     fidelity.main()
     record = json.loads(out.read_text())
     assert list(record["rows"]) == presses
-    assert {group: found["presses"] for group, found in record["correlations"].items()} == {"all": 3, "evicting": 2}
+    assert {group: correlations["presses"] for group, correlations in record["correlations"].items()} == {
+        "all": 3,
+        "evicting": 2,
+    }
     assert set(record["seconds"]) == {"fidelity", "fidelity with layers", "tasks"}
     assert all(row["tasks"]["contexts"] == 6 for row in record["rows"].values())
 
 
 def test_rank_correlations_are_positive_where_the_closer_press_scores_better() -> None:
-    close, far = dict.fromkeys(fidelity.FIGURES, 0.1), dict.fromkeys(fidelity.FIGURES, 0.9)
-    rows = {"snapkv:0.1": close, "snapkv:0.9": far, "kivi": far}
+    close_row, far_row = dict.fromkeys(fidelity.FIGURES, 0.1), dict.fromkeys(fidelity.FIGURES, 0.9)
+    rows = {"snapkv:0.1": close_row, "snapkv:0.9": far_row, "kivi": far_row}
     scores = {press: Score(mean, 0.0, 1) for press, mean in zip(rows, (80, 40, 60), strict=True)}
-    found = fidelity.correlations(rows, scores)
-    assert found["evicting"]["presses"] == 2
+    correlations = fidelity.correlations(rows, scores)
+    assert correlations["evicting"]["presses"] == 2
     for figure in fidelity.FIGURES:
         sign = 1 if figure in fidelity.LESS_IS_CLOSER else -1
-        assert found["evicting"][figure] == pytest.approx({"spearman": sign, "kendall": sign})
-        assert sign * found["all"][figure]["spearman"] == pytest.approx(0.866, abs=1e-3)  # two presses tie
+        assert correlations["evicting"][figure] == pytest.approx({"spearman": sign, "kendall": sign})
+        assert sign * correlations["all"][figure]["spearman"] == pytest.approx(0.866, abs=1e-3)  # two presses tie
 
 
 def test_the_recall_benchmark(engine: Engine) -> None:
     prompts = [ids[None] for ids in read_texts(CONFIG, engine, TOKENS)]
-    found = recall.recall(engine.model, prompts, kvpress.get_press("quest:budget=0.25,page_size=4,skip_layers=0"))
-    assert found.random == pytest.approx(0.25, abs=0.01)
-    assert found.random < found.read < found.best < 1
+    figures = recall.recall(engine.model, prompts, kvpress.get_press("quest:budget=0.25,page_size=4,skip_layers=0"))
+    assert figures.random == pytest.approx(0.25, abs=0.01)
+    assert figures.random < figures.read < figures.best < 1
     assert (
         recall.recall(engine.model, prompts, kvpress.get_press("double_sparsity:budget=0.75,skip_layers=0")).read > 0.9
     )

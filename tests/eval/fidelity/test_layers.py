@@ -32,19 +32,19 @@ GROWING = {"llama": [0, 1, 2], "phi3": [0, 1, 2], "gemma3_text": [1, 2], "gpt_os
 
 def figures(model: Any, press: str, ids: Tensor, **settings: int) -> LayerFigures:
     comparison = Comparison(Engine(model, None, ""), ids, CONTEXT, batch_size=2, layers=True, **settings)  # type: ignore[arg-type]
-    found = comparison.fidelity(press).layers
-    assert found is not None
-    return found
+    measured = comparison.fidelity(press).layers
+    assert measured is not None
+    return measured
 
 
 @pytest.mark.parametrize(
     "press", ["snapkv:0.6,window_size=8", "adakv(knorm:0.5)", "knorm:0.5 + kivi:bits=4,group_size=16"]
 )
 @pytest.mark.parametrize("family", GROWING)
-def test_recall_is_the_models_own_attention_to_what_is_kept(family: str, press: str) -> None:
+def test_recall_is_the_models_own_attention_to_the_kept_pairs(family: str, press: str) -> None:
     model, ids = tiny_model(family, "eager"), tokens(2, END)
-    found = figures(model, press, ids)
-    assert found.layers == GROWING[family]
+    measured = figures(model, press, ids)
+    assert measured.layers == GROWING[family]
     cache = DynamicCache(config=model.config)
     with torch.inference_mode():
         with kvpress.get_press(press)(model):
@@ -59,7 +59,7 @@ def test_recall_is_the_models_own_attention_to_what_is_kept(family: str, press: 
             for head in range(4):
                 visible[row, head, 0, heads[head * len(heads) // 4]] = 1
         expected = ((weights * visible).sum(-1) / weights.sum(-1)).mean(1)
-        torch.testing.assert_close(found.attention_recall[..., i], expected, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(measured.attention_recall[..., i], expected, rtol=1e-3, atol=1e-4)
         assert 0.05 < expected.mean() < 0.99
 
 
@@ -74,11 +74,11 @@ SELECTING = [
 
 
 @pytest.mark.parametrize("press", ["adakv(knorm:0.5)", *SELECTING])
-def test_attention_to_what_is_marked_gives_the_output_of_the_layer(press: str) -> None:
-    """Full attention with everything else masked: so nothing else was read, and nothing less."""
+def test_attention_to_the_marked_pairs_gives_the_output_of_the_layer(press: str) -> None:
+    """Full attention with all other pairs masked gives the same output, so exactly the marked pairs were read."""
     model, _ = kvpress.load_model("reference", dtype=torch.float32)
     ids = torch.randint(0, model.config.vocab_size, (2, 256 + TOKENS), generator=torch.Generator().manual_seed(1))
-    parts, seen = [], []
+    marked_shares, seen = [], []
 
     def see(call: LayerCall, output: Tensor) -> None:
         store, marks = call.store, columns_read(call)
@@ -89,8 +89,8 @@ def test_attention_to_what_is_marked_gives_the_output_of_the_layer(press: str) -
         for segment in store.sealed:
             at = segment.layout.stream_of_row, segment.slots().long()
             keys[at], values[at] = segment.read(slice(None))
-        fresh = slice(store.window.first, store.seen)
-        keys[:, fresh], values[:, fresh] = (
+        in_window = slice(store.window.first, store.seen)
+        keys[:, in_window], values[:, in_window] = (
             store.window.filled_keys.flatten(0, 1),
             store.window.filled_values.flatten(0, 1),
         )
@@ -98,7 +98,7 @@ def test_attention_to_what_is_marked_gives_the_output_of_the_layer(press: str) -
         scores = queries @ keys.transpose(1, 2) * dim**-0.5
         if marks is not None:
             scores = scores.masked_fill(~marks, -torch.inf)
-            parts.append(float(marks.float().mean()))
+            marked_shares.append(float(marks.float().mean()))
         expected = call.layer.module.o_proj((scores.softmax(-1) @ values).reshape(store.batch, 1, -1))  # type: ignore[operator]
         torch.testing.assert_close(output, expected, rtol=1e-3, atol=1e-4)
 
@@ -108,8 +108,8 @@ def test_attention_to_what_is_marked_gives_the_output_of_the_layer(press: str) -
         with watching(session, see):
             for token in ids[:, 256:].split(1, dim=1):
                 model(token, past_key_values=cache)
-    assert min(parts) < 0.8
-    assert seen == [0, 1, 2, 3] * TOKENS  # and not what a press reads again
+    assert min(marked_shares) < 0.8
+    assert seen == [0, 1, 2, 3] * TOKENS  # second readings by a press do not count
 
 
 @contextmanager
@@ -128,7 +128,7 @@ def attention_modules(model: Any, before: Any = None, after: Any = None) -> Iter
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_errors_are_those_of_a_model_with_the_evicted_pairs_masked(family: str) -> None:
     model, ids, kept = tiny_model(family), tokens(2, END), 24
-    found = figures(model, f"streaming_llm:budget={kept},n_sink=0", ids)
+    measured = figures(model, f"streaming_llm:budget={kept},n_sink=0", ids)
     mask = torch.ones(END, END, dtype=torch.bool).tril()
     mask[CONTEXT:, : CONTEXT - kept] = False
     inputs: dict[int, Tensor] = {}
@@ -147,11 +147,11 @@ def test_errors_are_those_of_a_model_with_the_evicted_pairs_masked(family: str) 
 
     full, running, isolated = outputs(None, record), None, outputs(mask, replace)
     running = outputs(mask, None)
-    for got, expected in ((found.output_error, running), (found.isolated_error, isolated)):
+    for actual, expected in ((measured.output_error, running), (measured.isolated_error, isolated)):
         error = (expected - full).norm(dim=-1) / full.norm(dim=-1)
-        torch.testing.assert_close(got, error, rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(found.output_error[..., 0], found.isolated_error[..., 0])
-    assert not torch.allclose(found.output_error, found.isolated_error, rtol=0.01)
+        torch.testing.assert_close(actual, error, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(measured.output_error[..., 0], measured.isolated_error[..., 0])
+    assert not torch.allclose(measured.output_error, measured.isolated_error, rtol=0.01)
 
 
 def test_codecs_read_everything_and_no_press_errs_nowhere() -> None:
@@ -183,7 +183,7 @@ def test_layers_in_chunks() -> None:
         "kivi:bits=8,group_size=16,residual_length=16 + tidal_decode:budget=16,skip_layers=0",
     ],
 )
-def test_every_token_of_a_chunk_reads_what_it_would_alone(press: str) -> None:
+def test_every_token_of_a_chunk_reads_the_same_pairs_as_alone(press: str) -> None:
     model, ids = tiny_model("llama"), tokens(2, END)
     alone, together = (figures(model, press, ids, chunk=chunk) for chunk in (1, TOKENS))
     assert alone.attention_recall.mean() < 0.9

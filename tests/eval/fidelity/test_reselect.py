@@ -33,8 +33,8 @@ def test_every_layer_that_may_choose_is_tried_and_the_closest_wins(tmp_path: Pat
 def test_layers_without_a_growing_cache_are_left_out(tmp_path: Path) -> None:
     kinds = ["sliding_attention", "full_attention"] * 4
     Gemma3TextConfig(num_hidden_layers=8, layer_types=kinds).save_pretrained(tmp_path)
-    found = candidates(str(tmp_path), 0.25, 2, "max")
-    assert found == [f"tidal_decode:budget=0.25,reselect_layer={layer},heads=max" for layer in (5, 7)]
+    specs = candidates(str(tmp_path), 0.25, 2, "max")
+    assert specs == [f"tidal_decode:budget=0.25,reselect_layer={layer},heads=max" for layer in (5, 7)]
 
 
 def test_the_smallest_divergence_is_best() -> None:

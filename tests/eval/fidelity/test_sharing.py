@@ -61,31 +61,31 @@ def passes(model: Any) -> Iterator[list[tuple[int, ...]]]:
     ("family", "chunk", "layers"),
     [("llama", 5, True), ("gemma3_text", 1, False)],
 )
-def test_together_is_what_each_press_is_alone(family: str, chunk: int, layers: bool) -> None:
+def test_figures_of_several_presses_equal_those_of_each_alone(family: str, chunk: int, layers: bool) -> None:
     model, presses = tiny_model(family), PRESSES[family]
     together = comparison(model, chunk=chunk, layers=layers).fidelities(presses)
-    for press, found in zip(presses, together, strict=True):
+    for press, figures in zip(presses, together, strict=True):
         alone = comparison(model, chunk=chunk, layers=layers).fidelity(press)
         for name in ("kl", "agrees", "nll", "full_nll"):
-            assert torch.equal(getattr(found, name), getattr(alone, name)), (press, name)
-        assert found.row() == alone.row()
+            assert torch.equal(getattr(figures, name), getattr(alone, name)), (press, name)
+        assert figures.row() == alone.row()
 
 
 @pytest.mark.parametrize("press", [*SHARING[1:7], NOT_SHARING])
-def test_it_is_what_one_session_over_the_whole_text_reads(press: str) -> None:
+def test_a_reading_equals_one_session_over_the_whole_text(press: str) -> None:
     model = tiny_model("llama")
-    ours = comparison(model, texts=2)
+    compared = comparison(model, texts=2)
     cache, logits = DynamicCache(config=model.config), []
     with torch.inference_mode(), torch.random.fork_rng():
         torch.manual_seed(0)
         with kvpress.get_press(press)(model):
-            model(ours.ids[:, :CONTEXT], past_key_values=cache, logits_to_keep=1)
+            model(compared.ids[:, :CONTEXT], past_key_values=cache, logits_to_keep=1)
             prompt = kvpress.memory_report(cache)
-            for token in ours.ids[:, CONTEXT:].split(1, dim=1):
+            for token in compared.ids[:, CONTEXT:].split(1, dim=1):
                 logits.append(model(token, past_key_values=cache).logits)
-    found = ours.read(press, ours.ids)
-    assert torch.equal(found.logits, torch.cat(logits, dim=1))
-    assert (found.prompt, found.end) == (prompt, kvpress.memory_report(cache))
+    reading = compared.read(press, compared.ids)
+    assert torch.equal(reading.logits, torch.cat(logits, dim=1))
+    assert (reading.prompt, reading.end) == (prompt, kvpress.memory_report(cache))
 
 
 @pytest.mark.parametrize("layers", [False, True])
@@ -94,7 +94,7 @@ def test_a_context_is_read_once_for_all_presses_that_share_it(layers: bool) -> N
     with passes(model) as seen:
         comparison(model, layers=layers).fidelities([*SHARING[1:], NOT_SHARING])
     contexts = [shape for shape in seen if shape[1] == CONTEXT]
-    # Of each of the two batches one reading is shared, by the full cache too; the press that reads on has its own.
+    # The full cache shares one reading of each of the two batches; the press that reads on has its own.
     assert contexts == [(2, CONTEXT)] * 2 + [(1, CONTEXT)] * 2
     single = [shape for shape in seen if shape[1] == 1]
     continued = len(SHARING)
@@ -112,20 +112,20 @@ def test_the_full_cache_is_read_once_however_often_it_is_compared_with() -> None
 
 
 def test_a_reading_that_fails_together_is_tried_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where memory suffices for the caches of two presses, but not of four."""
+    """Memory suffices for the caches of two presses, but not of four."""
     model, presses = tiny_model("llama"), SHARING[1:6]
-    expected = [found.row() for found in comparison(model).fidelities(presses)]
+    expected = [figures.row() for figures in comparison(model).fidelities(presses)]
     groups: list[int] = []
     prefill = kvpress.prefill
 
-    def short_of_memory(model: Any, presses: Sequence[Any], ids: Tensor, *rest: Any) -> Any:
+    def short_of_memory(model: Any, presses: Sequence[Any], ids: Tensor, *arguments: Any) -> Any:
         groups.append(len(presses))
         if len(presses) > 2:
             raise torch.OutOfMemoryError("no memory for so many caches")
-        return prefill(model, presses, ids, *rest)
+        return prefill(model, presses, ids, *arguments)
 
     monkeypatch.setattr(continuation.kvpress, "prefill", short_of_memory)
-    assert [found.row() for found in comparison(model).fidelities(presses)] == expected
+    assert [figures.row() for figures in comparison(model).fidelities(presses)] == expected
     assert groups == [6, 3, 2, 3, 2] * 2
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks of lm-eval that are written here, on the reference model: with no press, HFLM's own numbers; with one, other bytes."""
+"""Tasks of lm-eval on the reference model: HFLM's own numbers without a press, fewer bytes with one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PRESS = "expected_attention:0.5,n_sink=2"
 
 @pytest.fixture(scope="module", autouse=True)
 def _own_tasks_only() -> Iterator[None]:
-    """Leave out lm-eval's thousands of tasks, which take long to read."""
+    """Leave out the thousands of tasks of lm-eval, which take long to read."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TaskManager.__init__, "__defaults__", (None, None, False, None))
         yield
@@ -48,7 +48,7 @@ def _own_tasks_only() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two tasks: the answer generated, and chosen from four."""
+    """Write two tasks: one generates the answer, one chooses it among four."""
     folder = tmp_path_factory.mktemp("tasks")
     with gzip.open(DATA, "rt") as file:
         rows = [json.loads(line) for line in file]
@@ -91,9 +91,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def loaded(folder: Path) -> list[Any]:
-    """Both tasks with their data, which takes longer to read than to answer."""
+    """Load both tasks with their data once, which takes longer than answering."""
     names = ("codes_generated", "codes_chosen")
-    return [task for found in tasks.load_tasks(tasks.Selection(names, folder), "none") for task in found]
+    return [task for group in tasks.load_tasks(tasks.Selection(names, folder), "none") for task in group]
 
 
 @cache
@@ -102,7 +102,7 @@ def bundled() -> tuple[Any, Any]:
 
 
 def pressed_lm(press: str, **settings: Any) -> KVPressLM:
-    """The bundled model under a press, as from its name."""
+    """Return the bundled model under a press, as loaded by its name."""
     model, tokenizer = bundled()
     return KVPressLM(model, press, tokenizer=tokenizer, **settings)
 
@@ -146,12 +146,12 @@ def test_without_a_press_the_results_are_those_of_hflm(folder: Path, plain: dict
 
 def test_a_press_acts_on_both_kinds_of_task(plain: dict[str, Any], pressed: tuple[KVPressLM, dict[str, Any]]) -> None:
     lm, result = pressed
-    held = lm.held.summary()
-    assert held["prompts"] == 2 * len(texts(plain))
-    assert held["bytes_per_prompt"] < 0.6 * held["uncompressed_bytes_per_prompt"]
-    assert 0.4 * 32 < held["bits_per_value"] < 0.6 * 32
-    moved = [abs(a - b) for a, b in zip(likelihoods(result), likelihoods(plain), strict=True)]
-    assert sum(moved) / len(moved) > 0.05
+    summary = lm.held.summary()
+    assert summary["prompts"] == 2 * len(texts(plain))
+    assert summary["bytes_per_prompt"] < 0.6 * summary["uncompressed_bytes_per_prompt"]
+    assert 0.4 * 32 < summary["bits_per_value"] < 0.6 * 32
+    differences = [abs(a - b) for a, b in zip(likelihoods(result), likelihoods(plain), strict=True)]
+    assert sum(differences) / len(differences) > 0.05
 
 
 @pytest.mark.parametrize("spec", [PRESS, "snapkv:0.5 + quest:budget=64,page_size=16"])
@@ -164,7 +164,7 @@ def test_single_prompts_equal_a_batch_of_them(
     assert likelihoods(alone) == pytest.approx(likelihoods(together), abs=1e-3, rel=1e-4)
 
 
-def test_what_is_generated_is_what_scores_as_greedy(folder: Path, pressed: tuple[KVPressLM, dict[str, Any]]) -> None:
+def test_generated_answers_score_as_greedy(folder: Path, pressed: tuple[KVPressLM, dict[str, Any]]) -> None:
     """Generation and scoring read the same cache, from the first token of an answer on."""
     lm, result = pressed
     prompts = [json.loads(line)["prompt"] for line in (folder / "rows.jsonl").open()]
@@ -175,7 +175,7 @@ def test_what_is_generated_is_what_scores_as_greedy(folder: Path, pressed: tuple
 @pytest.mark.parametrize("batch_size", [3, "auto"])
 def test_continuations_of_any_length_and_contexts_that_are_cut(batch_size: int | str) -> None:
     context = " The old river runs near the green hill. The code for tiger is 4837. A king waits here."
-    asked = [
+    arguments = [
         (context, " The code for tiger is"),
         (context, " A"),
         (context * 4, " The king and the river."),
@@ -183,7 +183,7 @@ def test_continuations_of_any_length_and_contexts_that_are_cut(batch_size: int |
         (context * 2, " The code for tiger is 4837. A king waits here."),
     ]
     ours, theirs = (
-        lm.loglikelihood(requests("loglikelihood", *asked), disable_tqdm=True)
+        lm.loglikelihood(requests("loglikelihood", *arguments), disable_tqdm=True)
         for lm in (
             pressed_lm("none", max_length=48, batch_size=batch_size, max_batch_size=2),
             HFLM(kvpress.reference_path(), max_length=48, batch_size=3, **SETTINGS),
@@ -207,9 +207,9 @@ def test_beams_take_their_own_copies_of_the_compressed_prompt() -> None:
 
 def test_a_prompt_of_one_token_beside_longer_ones() -> None:
     options = {"until": ["."], "max_gen_toks": 4}
-    asked = [("", options), (" The code for tiger is 4837. A king waits here. The code for tiger is", options)]
+    arguments = [("", options), (" The code for tiger is 4837. A king waits here. The code for tiger is", options)]
     ours, theirs = (
-        lm.generate_until(requests("generate_until", *asked), disable_tqdm=True)
+        lm.generate_until(requests("generate_until", *arguments), disable_tqdm=True)
         for lm in (
             pressed_lm("none", batch_size=2),
             HFLM(kvpress.reference_path(), batch_size=2, **SETTINGS),
@@ -218,7 +218,7 @@ def test_a_prompt_of_one_token_beside_longer_ones() -> None:
     assert ours == theirs
 
 
-def test_what_never_reads_the_cache_warns_and_scores_like_hflm() -> None:
+def test_tasks_that_never_read_the_cache_warn_and_score_like_hflm() -> None:
     lm, plain = pressed_lm(PRESS), HFLM(kvpress.reference_path(), **SETTINGS)
     text = " The code for tiger is 4837. A king waits here."
     rolling, empty = requests("loglikelihood_rolling", (text,)), requests("loglikelihood", ("", text))
@@ -277,11 +277,11 @@ def test_lm_evals_own_command_line(folder: Path, tmp_path: Path, monkeypatch: py
 
 
 def test_the_entry_point_names_the_class() -> None:
-    """Releases of lm-eval after 0.4.13 find the model by it."""
+    """Releases of lm-eval after 0.4.13 find the model by this entry point."""
     project = (Path(__file__).parents[3] / "pyproject.toml").read_text()
-    found = re.search(r'entry-points."lm_eval.models"\]\nkvpress = "(.+)"', project)
-    assert found
-    assert EntryPoint("kvpress", found.group(1), "lm_eval.models").load() is KVPressLM
+    match = re.search(r'entry-points."lm_eval.models"\]\nkvpress = "(.+)"', project)
+    assert match
+    assert EntryPoint("kvpress", match.group(1), "lm_eval.models").load() is KVPressLM
 
 
 def test_the_command_compares_presses(folder: Path, tmp_path: Path) -> None:
@@ -295,8 +295,8 @@ def test_the_command_compares_presses(folder: Path, tmp_path: Path) -> None:
     assert [measured["press"] for measured in record["presses"]] == ["none", PRESS]
     none, pressed = (measured["held"] for measured in record["presses"])
     assert pressed["bytes_per_prompt"] < 0.7 * none["bytes_per_prompt"]
-    found = {(task, metric): value for task, metric, value, *_ in scores(record["presses"][0])}
-    assert found == {("codes_generated", "exact_match (strip)"): 1.0, ("codes_chosen", "acc"): 1.0}
+    values = {(task, metric): value for task, metric, value, *_ in scores(record["presses"][0])}
+    assert values == {("codes_generated", "exact_match (strip)"): 1.0, ("codes_chosen", "acc"): 1.0}
     assert [samples for *_, samples in scores(record["presses"][0])] == [3, 3]
     assert {"kvpress", "torch", "transformers", "lm_eval", "weights"} <= record.keys()
     assert record["presses"][0]["config"]["limit"] == 3
@@ -314,7 +314,7 @@ def test_the_command_compares_presses(folder: Path, tmp_path: Path) -> None:
         (["--tasks", "lost"], 3, "cannot load task 'lost'"),
     ],
 )
-def test_mistakes_are_told_before_the_model_loads(
+def test_mistakes_are_reported_before_the_model_loads(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, message: str
 ) -> None:
     def refuse(*arguments: Any) -> Any:
@@ -336,8 +336,8 @@ def test_eval_runs_tasks_of_lm_eval_too(folder: Path, tmp_path: Path) -> None:
     code, output = invoke("eval", *options, "--samples", "2", "--out", str(tmp_path / "run"))
     assert code == 0, output
     (path,) = (tmp_path / "run").glob("lm-eval-*.json")
-    found = json.loads(path.read_text())["presses"]
-    assert {one["press"] for one in found} == {"none", PRESS}
+    records = json.loads(path.read_text())["presses"]
+    assert {record["press"] for record in records} == {"none", PRESS}
     assert not (tmp_path / "run" / "cells").exists()
 
 

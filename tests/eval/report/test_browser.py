@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is install
 PRESSES = ("none", "streaming_llm:0.5", "adakv(snapkv:0.5)", "kivi:bits=4,residual_length=16")
 
 CUT = "all => all.filter(e => e.scrollWidth > e.clientWidth + 1).map(e => e.outerHTML.slice(0, 80))"
-"""The elements of which a part is behind their edge."""
+"""Elements with a part outside their edges."""
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def opened(
     browser: playwright.Browser, path: Path, width: int = 1280, *, script: bool = True, scheme: str = "light"
 ) -> Iterator[playwright.Page]:
-    """Open a page; when the test is done with it, it must have asked the network for nothing and logged nothing."""
+    """Open a page; check at the end that it requested nothing from the network and logged nothing."""
     context = browser.new_context(
         viewport={"width": width, "height": 800}, java_script_enabled=script, color_scheme=scheme
     )
@@ -137,9 +137,9 @@ def test_two_presses_are_chosen(report_page: playwright.Page) -> None:
 
 
 def test_all_links_lead_somewhere(report_page: playwright.Page, show_page: playwright.Page) -> None:
-    for page, least in ((report_page, 12), (show_page, len(PRESSES))):
+    for page, fewest in ((report_page, 12), (show_page, len(PRESSES))):
         links = page.locator("a").all()
-        assert len(links) >= least
+        assert len(links) >= fewest
         for link in links:
             link.click()
             target = page.locator(":target")
@@ -153,7 +153,7 @@ def test_details_open(report_page: playwright.Page) -> None:
     details = report_page.locator("details")
     assert (
         details.count() == 2 * (len(PRESSES) + 1) + 1
-    )  # what was kept and the pairs; the second leaderboard has one press more
+    )  # kept tokens and pairs of presses; the second leaderboard has one press more
     closed = report_page.locator("details:not(.pairs)").first
     assert closed.get_attribute("open") is None
     closed.locator("summary").click()
@@ -199,8 +199,8 @@ def test_pages_fit_any_screen(
             page.locator("summary").evaluate_all("all => all.forEach(summary => summary.parentElement.open = true)")
             assert page.evaluate("document.documentElement.scrollWidth") <= width
             assert page.locator(".scroll, nav, .plots > *").evaluate_all(CUT) == []
-            drawn = page.locator(".plots svg:visible")
-            assert {svg.get_attribute("class") for svg in drawn.all()} <= {"narrow" if width == 400 else "wide"}
+            plots = page.locator(".plots svg:visible")
+            assert {svg.get_attribute("class") for svg in plots.all()} <= {"narrow" if width == 400 else "wide"}
             ink, paper = page.locator("body").evaluate(
                 "body => [getComputedStyle(body).color, getComputedStyle(body).backgroundColor]"
             )
@@ -209,8 +209,8 @@ def test_pages_fit_any_screen(
             assert (page.locator("th button").count() > 0) == script
 
 
-def test_what_a_model_says_cannot_run(browser: playwright.Browser, report: Path, tmp_path: Path) -> None:
-    """Were something to slip through the template, the browser would still refuse it."""
+def test_scripts_in_answers_cannot_run(browser: playwright.Browser, report: Path, tmp_path: Path) -> None:
+    """The browser refuses scripts even if the template let one through."""
     path = tmp_path / "attacked.html"
     attack = "<script>document.title = 'taken'</script><img src=x onerror=\"document.title = 'taken'\">"
     path.write_text(report.read_text(encoding="utf-8").replace("<h1>", attack + "<h1>", 1), encoding="utf-8")

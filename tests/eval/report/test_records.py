@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of `kvpress fidelity` and `kvpress lm-eval` in reports: one table for what was asked alike, bad ones named."""
+"""Records of `kvpress fidelity` and `kvpress lm-eval` in reports: one table for equal conditions, bad records are named."""
 
 from __future__ import annotations
 
@@ -85,11 +85,11 @@ def test_figures_of_a_record_are_a_table_closest_first(tmp_path: Path, fidelity:
     (sheet,) = sheets(write(tmp_path, one=fidelity))
     rows = {row["press"]: row for row in fidelity["rows"]}
     assert [press for press, _ in sheet.rows] == sorted(rows, key=lambda press: rows[press]["kl_mean"])
-    found = dict(sheet.rows)["snapkv:0.5"]
-    at = {column: cell for column, cell in zip(sheet.columns, found, strict=True)}
-    assert at["KL mean"] == (f"{rows['snapkv:0.5']['kl_mean']:.5f}", rows["snapkv:0.5"]["kl_mean"])
-    assert at["same top token %"][0] == f"{100 * rows['snapkv:0.5']['top1_agreement']:.1f}"
-    assert at["attention recall %"][1] == rows["snapkv:0.5"]["attention_recall"]
+    cells = dict(sheet.rows)["snapkv:0.5"]
+    cell_of = {column: cell for column, cell in zip(sheet.columns, cells, strict=True)}
+    assert cell_of["KL mean"] == (f"{rows['snapkv:0.5']['kl_mean']:.5f}", rows["snapkv:0.5"]["kl_mean"])
+    assert cell_of["same top token %"][0] == f"{100 * rows['snapkv:0.5']['top1_agreement']:.1f}"
+    assert cell_of["attention recall %"][1] == rows["snapkv:0.5"]["attention_recall"]
     assert f"{rows['none']['full_perplexity']:.3f}" in sheet.note
     assert [line["press"] for line in sheet.lines] == [press for press, _ in sheet.rows]
     assert not any(isinstance(value, list) for line in sheet.lines for value in line.values())
@@ -116,16 +116,16 @@ def test_scores_of_a_record_are_a_table(tmp_path: Path, lm_eval: dict[str, Any])
     }
 
 
-def test_only_what_was_asked_alike_shares_a_table(tmp_path: Path, fidelity: dict[str, Any]) -> None:
-    """Other texts, another length, another model or version: none of these can be compared."""
+def test_only_records_of_equal_conditions_share_a_table(tmp_path: Path, fidelity: dict[str, Any]) -> None:
+    """Records with other texts, another length, another model or version are not compared."""
     others = {"texts": "0", "context": 65, "tokens": 5, "chunk": 2, "weights": "0", "kvpress": "0", "dtype": "float16"}
     records = {key: changed(fidelity, **{key: value}) for key, value in others.items()}
     records["batch"] = changed(fidelity, config={**fidelity["config"], "batch_size": 1})
-    found = sheets(write(tmp_path, first=fidelity, **records))
-    assert len(found) == 1 + len(records)
-    assert all(len(sheet.rows) == len(PRESSES) for sheet in found)
-    told = {(sheet.name, json.dumps(sheet.told)) for sheet in found}
-    assert len(told) == len(found)
+    tables = sheets(write(tmp_path, first=fidelity, **records))
+    assert len(tables) == 1 + len(records)
+    assert all(len(sheet.rows) == len(PRESSES) for sheet in tables)
+    conditions = {(sheet.name, json.dumps(sheet.told)) for sheet in tables}
+    assert len(conditions) == len(tables)
 
 
 def test_tasks_of_lm_eval_are_compared_under_the_same_settings(tmp_path: Path, lm_eval: dict[str, Any]) -> None:
@@ -175,14 +175,14 @@ def test_a_report_of_runs_and_records(
     code, output = invoke("report", run, tmp_path / "fidelity.json", "--out", tmp_path / "page" / "report.html")
     assert code == 0, output
     assert "skipped" not in output
-    for told in (
+    for text_shown in (
         "random:0.5",
         "KL",
         "codes",
         "0.2500",
         f"perplexity of the full cache: {fidelity['rows'][0]['full_perplexity']:.3f}",
     ):
-        assert told in output
+        assert text_shown in output
     text = (tmp_path / "page" / "report.html").read_text()
     tags = Tags(text)
     assert {"fidelity", "lm-eval", "measured", "board-1-leaderboard"} <= set(tags.names)
@@ -210,9 +210,9 @@ def test_a_report_of_records_alone(tmp_path: Path, fidelity: dict[str, Any], lm_
     assert {"fidelity", "lm-eval", "measured"} == set(tags.names)
 
 
-def test_what_lm_eval_measured_is_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_of_lm_eval_are_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tasks = pytest.importorskip("lm_eval.tasks", reason="the extra lm-eval is not installed")
-    # Leaves out lm-eval's thousands of tasks, which take long to read.
+    # Leaves out the thousands of tasks of lm-eval, which take long to read.
     monkeypatch.setattr(tasks.TaskManager.__init__, "__defaults__", (None, None, False, None))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     rows = tmp_path / "rows.jsonl"
@@ -312,7 +312,7 @@ def test_a_record_that_cannot_be_opened_is_an_error(tmp_path: Path) -> None:
         read_records([tmp_path])
 
 
-def test_what_a_record_says_is_escaped(tmp_path: Path, fidelity: dict[str, Any], lm_eval: dict[str, Any]) -> None:
+def test_texts_of_a_record_are_escaped(tmp_path: Path, fidelity: dict[str, Any], lm_eval: dict[str, Any]) -> None:
     attack = "<script>alert('x')</script>[/] & | \u202e"
     fidelity["rows"][0]["press"] = fidelity["text"] = attack
     lm_eval["presses"][0]["press"], lm_eval["config"]["tasks"] = attack, [attack]
@@ -328,7 +328,7 @@ def test_what_a_record_says_is_escaped(tmp_path: Path, fidelity: dict[str, Any],
 
 @pytest.fixture
 def opened(tmp_path: Path, fidelity: dict[str, Any], lm_eval: dict[str, Any]) -> Iterator[Any]:
-    """Opens the page of two records in a browser of some width and colours."""
+    """Return a function that opens the page of two records in a browser of some width and colours."""
     if CHROMIUM is None:
         pytest.skip("no Chromium is installed")
     report = read_report(find_sources([write(tmp_path, one=fidelity, two=lm_eval)]))

@@ -82,7 +82,7 @@ def test_model_output_is_escaped(finished: tuple[RunConfig, RunResult]) -> None:
     assert "<script>alert" not in text
 
 
-def test_the_command_skips_what_is_no_run(copied: Path, tmp_path: Path) -> None:
+def test_the_command_skips_folders_without_a_run(copied: Path, tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     out = tmp_path / "both.html"
     code, output = invoke("report", copied, tmp_path / "notes", "--out", out)

@@ -58,11 +58,11 @@ def test_tokens_join_to_the_text(
     text = "The café is open.\n Is it?"
     for tokenizer in (byte_tokenizer, reference_tokenizer):
         ids = tokenizer(text)["input_ids"]
-        told = tokens_of(tokenizer, ids, text, [[4, 8]])
-        assert len(told["tokens"]) == len(ids)
-        assert "".join(told["tokens"]) == text
-        assert "caf" in "".join(told["tokens"][number] for number in told["answer"])
-        assert "open" not in "".join(told["tokens"][number] for number in told["answer"])
+        view = tokens_of(tokenizer, ids, text, [[4, 8]])
+        assert len(view["tokens"]) == len(ids)
+        assert "".join(view["tokens"]) == text
+        assert "caf" in "".join(view["tokens"][number] for number in view["answer"])
+        assert "open" not in "".join(view["tokens"][number] for number in view["answer"])
 
 
 def test_tokens_of_a_tokenizer_without_offsets() -> None:
@@ -79,13 +79,14 @@ def test_shades_count_the_heads() -> None:
     }
     view = kept_view(kept)
     expected = [
-        (letter, held * SHADES // 4, letter == "b") for letter, held in zip("abcde", (2, 3, 1, 1, 1), strict=True)
+        (letter, num_heads * SHADES // 4, letter == "b")
+        for letter, num_heads in zip("abcde", (2, 3, 1, 1, 1), strict=True)
     ]
     assert view["pieces"] == expected
     assert [head["tokens"] for head in view["layers"][0]] == ["f8", "40"]
 
 
-def test_a_page_says_what_each_press_does(tmp_path: Path) -> None:
+def test_a_page_describes_each_press(tmp_path: Path) -> None:
     config = RunConfig(
         presses=("none", "random:0.5", "decoding(knorm:0.5)", "kivi:bits=4,residual_length=0", "quest:budget=16"),
         lengths=(16,),
@@ -106,9 +107,9 @@ def test_a_page_says_what_each_press_does(tmp_path: Path) -> None:
 
 def test_only_the_first_tokens() -> None:
     config = RunConfig(presses=("none",), lengths=(16,), threads=1)
-    ((whole,), _), ((part,), _) = (show(config, TEXT, tokens) for tokens in (None, 9))
-    assert part.kept["tokens"] == whole.kept["tokens"][:9]
-    assert part.memory.seen < whole.memory.seen
+    ((full_text,), _), ((first_tokens,), _) = (show(config, TEXT, tokens) for tokens in (None, 9))
+    assert first_tokens.kept["tokens"] == full_text.kept["tokens"][:9]
+    assert first_tokens.memory.seen < full_text.memory.seen
     with pytest.raises(DataError, match="--tokens 4096 takes the first"):
         show(config, "The king waits. " * 2000, None)
 

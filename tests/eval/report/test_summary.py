@@ -60,14 +60,14 @@ def test_the_conclusion_names_the_smallest_press_without_a_loss(summaries: list[
         return replace(half, press=name, factor=factor, accuracy=Estimate(0.9, 0.8, 1.0), difference=change)
 
     lossy, small, smaller = press("a", 50, -0.4, -0.01), press("b", 4, -0.1, 0.1), press("c", 9.96, -0.12, 0.02)
-    said = conclusion([none, lossy, small, smaller])
-    assert said is not None
-    assert "without a loss beyond chance: c holds 10.0 times less" in said
-    assert "(-5.0 points, 95% -12.0 to +2.0" in said
+    text = conclusion([none, lossy, small, smaller])
+    assert text is not None
+    assert "without a loss beyond chance: c holds 10.0 times less" in text
+    assert "(-5.0 points, 95% -12.0 to +2.0" in text
     quick = replace(small, press="quick", milliseconds_per_token=1.0)
     full = replace(none, milliseconds_per_token=2.0)
-    said = str(conclusion([full, small, quick]))
-    assert said.endswith("Fastest of these: quick, 1.0 ms per token where no press takes 2.0.")
+    text = str(conclusion([full, small, quick]))
+    assert text.endswith("Fastest of these: quick, 1.0 ms per token where no press takes 2.0.")
     assert "Fastest" not in str(conclusion([full, small, quick], times=False))
     assert "Fastest" not in str(conclusion([replace(full, milliseconds_per_token=0.5), quick]))
     assert str(conclusion([none, lossy])).startswith("Every press that holds less loses accuracy here")
@@ -110,14 +110,14 @@ def test_records_of_any_kind_become_files(tmp_path: Path) -> None:
         {"d": {"e": 1}},
     ]
     path.write_bytes(to_parquet(mixed))
-    found = parquet.read_table(path).to_pylist()
-    assert [row["a"] for row in found] == [1, 1.5, None]
-    assert [row["d"] for row in found] == [None, '"text"', '{"e": 1}']
-    assert found[0]["b"][0] == "x"
+    rows = parquet.read_table(path).to_pylist()
+    assert [row["a"] for row in rows] == [1, 1.5, None]
+    assert [row["d"] for row in rows] == [None, '"text"', '{"e": 1}']
+    assert rows[0]["b"][0] == "x"
     assert next(csv.DictReader(io.StringIO(to_csv(mixed).decode())))["b"].startswith('["x"')
 
 
-def test_the_frontier_is_what_nothing_beats() -> None:
+def test_the_frontier_has_the_presses_that_no_other_beats() -> None:
     points = [Point(name, cost, accuracy, 0, 0) for name, cost, accuracy in (
         ("full", 100, 90), ("beaten", 60, 50), ("half", 50, 80), ("worse half", 50, 70), ("tiny", 10, 20),
     )]  # fmt: skip

@@ -29,10 +29,10 @@ def covers(board: Board) -> dict[str, set[str]]:
 def test_presses_are_ranked_on_the_same_places_only(finished: tuple[RunConfig, RunResult]) -> None:
     results = read_run(finished[0].out)
     extra = [changed(cell, press="tova:0.5") for cell in results.cells if (cell.press, cell.task) == ("none", "vt")]
-    both, one = make_boards(replace(results, cells=[*results.cells, *extra]))
-    assert covers(both) == {"none": {"niah_single", "vt"}, "random:0.5": {"niah_single", "vt"}}
-    assert covers(one) == {"none": {"vt"}, "random:0.5": {"vt"}, "tova:0.5": {"vt"}}
-    assert all(board.summaries[1].difference for board in (both, one))
+    board_of_both_tasks, board_of_vt = make_boards(replace(results, cells=[*results.cells, *extra]))
+    assert covers(board_of_both_tasks) == {"none": {"niah_single", "vt"}, "random:0.5": {"niah_single", "vt"}}
+    assert covers(board_of_vt) == {"none": {"vt"}, "random:0.5": {"vt"}, "tova:0.5": {"vt"}}
+    assert all(board.summaries[1].difference for board in (board_of_both_tasks, board_of_vt))
 
 
 def test_a_failed_cell_does_not_shrink_the_ranking(finished: tuple[RunConfig, RunResult]) -> None:
@@ -68,7 +68,7 @@ def test_only_samples_that_all_presses_answered_count(finished: tuple[RunConfig,
     assert "2 others were left out" in page(replace(results, cells=cells))
 
 
-def test_a_task_asked_in_two_ways_has_two_names(finished: tuple[RunConfig, RunResult]) -> None:
+def test_a_task_under_two_conditions_has_two_names(finished: tuple[RunConfig, RunResult]) -> None:
     results = read_run(finished[0].out)
     again = [changed(cell, filler="repeat") for cell in results.cells if cell.task == "vt"]
     (board,) = make_boards(replace(results, cells=[*results.cells, *again]))
@@ -92,7 +92,7 @@ def test_times_of_different_machines_are_not_compared(finished: tuple[RunConfig,
 
 
 def test_a_row_that_is_valid_elsewhere_is_not_needed(copied: Path) -> None:
-    """A row appended after the cell was done, as by a longer run that was stopped, is one more sample."""
+    """A row appended after the cell was done, as by a longer run that was stopped, is an additional sample."""
     folder = folder_of(copied, "none", "vt")
     row = json.loads((folder / "rows.jsonl").read_bytes().splitlines()[0])
     with (folder / "rows.jsonl").open("ab") as file:

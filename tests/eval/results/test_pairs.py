@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every two presses against each other."""
+"""Comparisons of every two presses."""
 
 from __future__ import annotations
 
@@ -22,32 +22,35 @@ def cell(press: str, task: str, scores: list[float]) -> CellResult:
 
 
 CELLS = [
-    cell(press, task, SCORES[number, place].tolist())
+    cell(press, task, SCORES[number, column].tolist())
     for number, press in enumerate(ORDER)
-    for place, task in enumerate(TASKS)
+    for column, task in enumerate(TASKS)
 ]
 
 
 def test_every_pair_is_compared_on_the_same_samples() -> None:
-    found = compare_all(CELLS, ORDER)
-    assert [(pair.press, pair.other) for pair in found] == [("a", "b"), ("a", "c"), ("b", "c")]
-    for pair in found:
+    pairs = compare_all(CELLS, ORDER)
+    assert [(pair.press, pair.other) for pair in pairs] == [("a", "b"), ("a", "c"), ("b", "c")]
+    for pair in pairs:
         ours, theirs = SCORES[ORDER.index(pair.press)], SCORES[ORDER.index(pair.other)]
-        groups = [list(zip(*both, strict=True)) for both in zip(ours.tolist(), theirs.tolist(), strict=True)]
+        groups = [list(zip(*rows, strict=True)) for rows in zip(ours.tolist(), theirs.tolist(), strict=True)]
         assert pair.difference == paired_difference(groups)
         assert pair.difference.mean == pytest.approx((ours - theirs).mean())
         assert pair.p_value == paired_p_value(groups)
-    assert [pair.adjusted for pair in found] == holm([pair.p_value for pair in found])
+    assert [pair.adjusted for pair in pairs] == holm([pair.p_value for pair in pairs])
 
 
 def test_the_first_in_the_order_comes_first() -> None:
-    one, *_ = compare_all(CELLS, ("c", "a"))
-    other, *_ = compare_all(CELLS, ("a", "c"))
-    assert one.difference.mean == -other.difference.mean
-    assert one.p_value == pytest.approx(other.p_value, abs=0.015)  # drawn anew: three standard errors
+    ca_pair, *_ = compare_all(CELLS, ("c", "a"))
+    ac_pair, *_ = compare_all(CELLS, ("a", "c"))
+    assert ca_pair.difference.mean == -ac_pair.difference.mean
+    assert ca_pair.p_value == pytest.approx(ac_pair.p_value, abs=0.015)  # drawn anew: three standard errors
 
 
 def test_a_press_with_an_unfinished_cell_is_in_no_pair() -> None:
-    cells = [replace(one, rows=one.rows[:5]) if (one.press, one.task) == ("b", "vt") else one for one in CELLS]
+    cells = [
+        replace(result, rows=result.rows[:5]) if (result.press, result.task) == ("b", "vt") else result
+        for result in CELLS
+    ]
     assert [(pair.press, pair.other) for pair in compare_all(cells, ORDER)] == [("a", "c")]
     assert compare_all(CELLS[:2], ("a",)) == []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results are read back as they were measured; what is damaged, unfinished or of another version is told."""
+"""Results are read back as measured; damaged and unfinished ones and those of another version are reported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvpress_eval.run.runner import RunResult
 from tests.eval.reports import folder_of, page
 
 
-def test_what_is_read_back_is_what_was_measured(finished: tuple[RunConfig, RunResult]) -> None:
+def test_results_are_read_back_as_measured(finished: tuple[RunConfig, RunResult]) -> None:
     config, result = finished
     (board,) = make_boards(read_run(config.out))
     assert {s.press: s for s in board.summaries} == {s.press: s for s in summarise(result.cells)}
@@ -23,7 +23,7 @@ def test_what_is_read_back_is_what_was_measured(finished: tuple[RunConfig, RunRe
     assert board.comparable_times
 
 
-def test_damaged_and_unfinished_cells_are_told_and_not_averaged(copied: Path) -> None:
+def test_damaged_and_unfinished_cells_are_reported_and_not_averaged(copied: Path) -> None:
     damaged, unfinished = (folder_of(copied, "random:0.5", task) for task in ("niah_single", "vt"))
     lines = (damaged / "rows.jsonl").read_bytes()
     (damaged / "rows.jsonl").write_bytes(lines.replace(b'"score"', b'"scare"', 1))
@@ -57,11 +57,11 @@ def test_results_of_another_version_are_left_out(copied: Path) -> None:
 
 
 def test_several_runs_are_merged(copied: Path, finished: tuple[RunConfig, RunResult], tmp_path: Path) -> None:
-    """The copy with more results counts, whichever comes first."""
-    whole = read_run(finished[0].out)
+    """The copy with more results counts, in either order."""
+    first_run = read_run(finished[0].out)
     (folder_of(copied, "none", "vt") / "done.json").unlink()
     for folders in ([copied, finished[0].out], [finished[0].out, copied]):
         results = read_runs(folders)
         assert len(results.cells) == 4
         assert all(cell.complete for cell in results.cells)
-        assert results.records == whole.records
+        assert results.records == first_run.records

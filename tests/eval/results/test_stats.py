@@ -42,7 +42,7 @@ def test_all_right_or_all_wrong_is_the_exact_binomial_bound(n: int) -> None:
     assert wrong.high == pytest.approx(1 - bound.low)
 
 
-def test_one_sample_says_nothing() -> None:
+def test_one_sample_gives_the_widest_interval() -> None:
     estimate = mean_interval([[0.5]])
     assert (estimate.mean, estimate.low, estimate.high) == (0.5, 0.0, 1.0)
 
@@ -57,7 +57,7 @@ def test_every_group_counts_alike() -> None:
     assert mean_interval([[1.0, 0.0], [1.0] * 98 + [0.0] * 2]).mean == pytest.approx(0.74)
 
 
-def test_pairing_removes_what_is_common() -> None:
+def test_pairing_removes_common_variation() -> None:
     base = np.random.default_rng(0).integers(2, size=100).astype(float)
     worse = base.copy()
     worse[np.flatnonzero(base)[:5]] = 0
@@ -74,7 +74,7 @@ def test_p_values_count_all_exchanges() -> None:
     groups = [[(1.0, 0.0), (0.5, 0.25), (1.0, 1.0)], [(0.0, 1.0), (1.0, 0.5), (1.0, 0.0), (1.0, 0.25)]]
     weighted = [(ours - theirs) / len(group) for group in groups for ours, theirs in group]
     sums = [abs(np.dot(signs, weighted)) for signs in product((-1, 1), repeat=len(weighted))]
-    expected = np.mean([found >= abs(sum(weighted)) - 1e-12 for found in sums])
+    expected = np.mean([total >= abs(sum(weighted)) - 1e-12 for total in sums])
     assert paired_p_value(groups) == pytest.approx(expected)
 
 
@@ -116,11 +116,14 @@ def test_holm_agrees_with_the_definition() -> None:
 def test_intervals_do_not_depend_on_the_order() -> None:
     groups = [[1.0, 0.0, 1.0, 1.0, 0.0], [0.0, 0.0, 1.0, 0.0, 0.0], [0.5, 1.0, 0.0, 0.0, 1.0]]
     turned = [group[::-1] for group in groups[::-1]]
-    found, again = mean_interval(groups), mean_interval(turned)
-    assert (found.low, found.high) == (again.low, again.high)
+    interval, interval_of_turned = mean_interval(groups), mean_interval(turned)
+    assert (interval.low, interval.high) == (interval_of_turned.low, interval_of_turned.high)
     pairs = [[(score, 0.25) for score in group] for group in groups]
-    again = paired_difference([part[::-1] for part in pairs[::-1]])
-    assert (again.low, again.high) == (paired_difference(pairs).low, paired_difference(pairs).high)
+    interval_of_turned = paired_difference([group_pairs[::-1] for group_pairs in pairs[::-1]])
+    assert (interval_of_turned.low, interval_of_turned.high) == (
+        paired_difference(pairs).low,
+        paired_difference(pairs).high,
+    )
 
 
 def test_few_equal_pairs_are_not_certain() -> None:

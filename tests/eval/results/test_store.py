@@ -38,14 +38,14 @@ def test_rows_come_back(store: CellStore, cell: Cell) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*dropped an unfinished last line")
 def test_a_last_record_cut_at_any_byte_is_dropped_alone(store: CellStore, cell: Cell) -> None:
-    whole = store.rows_path.read_bytes()
-    start = whole.rindex(b"\n", 0, -1) + 1
-    for cut in range(start, len(whole)):
-        store.rows_path.write_bytes(whole[:cut])
+    contents = store.rows_path.read_bytes()
+    start = contents.rindex(b"\n", 0, -1) + 1
+    for cut in range(start, len(contents)):
+        store.rows_path.write_bytes(contents[:cut])
         assert list(store.open(cell.spec, ASKED)) == ["vt-64-0-0", "vt-64-0-1"]
-        assert store.rows_path.read_bytes() == whole[:start]
+        assert store.rows_path.read_bytes() == contents[:start]
     store.append(row(2))
-    assert store.rows_path.read_bytes() == whole
+    assert store.rows_path.read_bytes() == contents
 
 
 def test_an_unfinished_line_is_reported(store: CellStore, cell: Cell) -> None:
@@ -121,10 +121,10 @@ def test_system_errors_become_exit_codes(tmp_path: Path) -> None:
 
 
 def test_one_process_per_cell(store: CellStore, tmp_path: Path) -> None:
-    with store.claim() as ours, store.claim() as theirs, CellStore(tmp_path / "other").claim() as other:
-        assert (ours, theirs, other) == (True, False, True)
-    with store.claim() as again:
-        assert again
+    with store.claim() as first, store.claim() as second, CellStore(tmp_path / "other").claim() as other_folder:
+        assert (first, second, other_folder) == (True, False, True)
+    with store.claim() as after_release:
+        assert after_release
 
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run on a cluster: what is asked of its machines, and what is said when they do not answer or have no room."""
+"""Runs on a cluster: requested resources, and errors of machines that do not answer or have no room."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GIB = 2.0**30
 
 
 class Machines:
-    """What `ray.nodes` tells of machines with so many cores, GPUs and GiB."""
+    """Stand-in for `ray.nodes` with cores, GPUs and GiB of each machine."""
 
     def __init__(self, *machines: tuple[float, float, float]) -> None:
         self._machines = machines
@@ -44,10 +44,10 @@ def need(config: RunConfig, *, gpu: bool = False) -> cluster.Need:
     return need_of(config, expand_tasks(config), read_settings(config), gpu=gpu)
 
 
-def test_a_worker_asks_for_its_process_the_weights_and_the_caches_of_a_batch(small: Small) -> None:
+def test_a_worker_requests_its_process_the_weights_and_the_caches_of_a_batch(small: Small) -> None:
     short = small(presses=("none", "random:0.5"), threads=3)
     long = short.model_copy(update={"lengths": (1024,), "batch_size": 4})
-    # A token of the reference model takes 2048 bytes; answers and activations get as much as the caches.
+    # A token of the reference model takes 2048 bytes; answers and activations take as much as the caches.
     more = need(long).least - need(short).least
     assert more == pytest.approx(2 * 2048 * (4 * 1024 - 64), rel=0.05)
     assert need(short).cpus == 3
@@ -56,23 +56,23 @@ def test_a_worker_asks_for_its_process_the_weights_and_the_caches_of_a_batch(sma
     assert need(short).weights == pytest.approx(weights, rel=0.01)
 
 
-def test_on_a_gpu_it_asks_the_machine_for_no_memory_of_caches(small: Small) -> None:
-    wanted = need(small(lengths=(1024,), batch_size=64), gpu=True)
-    assert (wanted.cpus, wanted.gpus) == (1, 1)
-    assert wanted.least == wanted.most == 2**30 + wanted.weights
-    assert free_bytes(wanted, wanted.least) is None
+def test_a_gpu_worker_requests_no_memory_of_the_machine_for_caches(small: Small) -> None:
+    required = need(small(lengths=(1024,), batch_size=64), gpu=True)
+    assert (required.cpus, required.gpus) == (1, 1)
+    assert required.least == required.most == 2**30 + required.weights
+    assert free_bytes(required, required.least) is None
 
 
 def test_workers_go_where_there_is_room(small: Small) -> None:
-    wanted = need(small(threads=2))
-    found = places(Machines((4, 0, 8), (1, 0, 8), (9, 0, 2.5)), wanted, parts=99)
-    assert (found.workers, found.nodes) == (4, 2)  # two by cores on the first, two by memory on the last
-    assert wanted.least <= found.memory <= wanted.most
-    assert places(Machines((4, 0, 8)), wanted, parts=1).workers == 1
+    required = need(small(threads=2))
+    placed = places(Machines((4, 0, 8), (1, 0, 8), (9, 0, 2.5)), required, parts=99)
+    assert (placed.workers, placed.nodes) == (4, 2)  # two by cores on the first, two by memory on the last
+    assert required.least <= placed.memory <= required.most
+    assert places(Machines((4, 0, 8)), required, parts=1).workers == 1
     assert places(Machines((8, 3, 8), (8, 0, 8)), need(small(threads=2), gpu=True), parts=99).workers == 3
 
 
-def test_without_room_it_says_what_is_needed(small: Small) -> None:
+def test_without_room_the_error_names_the_needed_resources(small: Small) -> None:
     with pytest.raises(ClusterError, match=r"needs 4 cores and 1\.0 GiB of memory, .*\(2 cores, 0 GPUs, 8\.0 GiB\)"):
         places(Machines((2, 0, 8)), need(small(threads=4)), parts=9)
     with pytest.raises(ClusterError, match=r"1 GPU and .*it has none"):
@@ -81,24 +81,24 @@ def test_without_room_it_says_what_is_needed(small: Small) -> None:
 
 @contextmanager
 def server(answer: bytes) -> Iterator[str]:
-    """Something that takes one connection, says so much, and waits."""
+    """Accept one connection on a local port, send `answer`, and wait; yield the address."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        held = []
+        connections = []
 
         def take() -> None:
             connection, _ = listening.accept()
             connection.sendall(answer)
-            held.append(connection)
+            connections.append(connection)
 
         thread = threading.Thread(target=take)
         thread.start()
         yield f"127.0.0.1:{listening.getsockname()[1]}"
         thread.join()
-        held[0].close()
+        connections[0].close()
 
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
-def test_what_is_no_cluster_is_told_at_once(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_no_cluster_is_reported_at_once(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "_SECONDS", 0.2)
     with server(answer) as address, pytest.raises(ClusterError, match=f"{address}.*ray start --head"):
         check_answers(address)
@@ -106,18 +106,18 @@ def test_what_is_no_cluster_is_told_at_once(answer: bytes, monkeypatch: pytest.M
 
 def test_an_address_that_does_not_answer_ends_with_a_sentence(small: Small) -> None:
     pytest.importorskip("ray")
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # and does not listen
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        code, said = invoke(
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # and does not listen
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        code, output = invoke(
             "eval", "--press", "none", "--engine", "ray", "--ray-address", address, "--out", small().out
         )
     assert code == ClusterError.exit_code
-    assert f"no cluster answers at {address}" in said
+    assert f"no cluster answers at {address}" in output
 
 
 @pytest.mark.parametrize("address", ["ray://head:10001", "head", "head:port", ":6379"])
-def test_what_is_no_address_is_refused(address: str) -> None:
+def test_malformed_addresses_are_refused(address: str) -> None:
     with pytest.raises(ConfigError, match=r"ray_address must be HOST:PORT .* got '"):
         check_answers(address)
 

@@ -24,7 +24,7 @@ def engine() -> Engine:
 
 @pytest.mark.parametrize("spec", ["none", "snapkv:0.5"])
 def test_a_mixed_batch_equals_each_prompt_alone(engine: Engine, spec: str) -> None:
-    """Contexts and questions of different lengths: both kinds of padding are needed, or avoided."""
+    """Contexts and questions have different lengths, so that both kinds of padding occur or are avoided."""
     samples = [
         generate(task, engine.tokenizer, length, 1, language=LANGUAGES["reference"])[0]
         for task, length in (("niah_single", 96), ("vt", 128), ("niah_multiquery", 112), ("vt", 64))
@@ -34,8 +34,8 @@ def test_a_mixed_batch_equals_each_prompt_alone(engine: Engine, spec: str) -> No
     (context,) = read_contexts(engine, [press], [prompt.first for prompt in prompts])
     together = answer(engine, context, list(enumerate(prompts)), LIMITS)
     for index, prompt in enumerate(prompts):
-        (own,) = read_contexts(engine, [press], [prompt.first])
-        (alone,) = answer(engine, own, [(0, prompt)], LIMITS)
+        (alone_context,) = read_contexts(engine, [press], [prompt.first])
+        (alone,) = answer(engine, alone_context, [(0, prompt)], LIMITS)
         assert together[index].text == alone.text
         assert together[index].new_tokens == alone.new_tokens
         assert together[index].kept == pytest.approx(alone.kept)
@@ -49,10 +49,10 @@ def test_several_questions_share_a_context(engine: Engine) -> None:
     (context,) = read_contexts(engine, [press], [prompt.first])
     size = context.report.total_bytes
     answers = answer(engine, context, [(0, prompt), (0, longer), (0, prompt)], LIMITS)
-    for asked, given in zip((prompt, longer, prompt), answers, strict=True):
-        (own,) = read_contexts(engine, [press], [prompt.first])
-        (alone,) = answer(engine, own, [(0, asked)], LIMITS)
-        assert (given.text, given.bytes, given.end_bytes) == (alone.text, size, alone.end_bytes)
+    for question, shared in zip((prompt, longer, prompt), answers, strict=True):
+        (alone_context,) = read_contexts(engine, [press], [prompt.first])
+        (alone,) = answer(engine, alone_context, [(0, question)], LIMITS)
+        assert (shared.text, shared.bytes, shared.end_bytes) == (alone.text, size, alone.end_bytes)
 
 
 def test_presses_share_a_reading(engine: Engine) -> None:
@@ -64,31 +64,33 @@ def test_presses_share_a_reading(engine: Engine) -> None:
     for press, context in zip(presses, contexts, strict=True):
         assert context.shared_by == 3
         assert context.seconds > context.reading_seconds
-        (own,) = read_contexts(engine, [press], [prompt.first])
-        assert context.report == own.report
-        (together,), (alone,) = (answer(engine, one, [(0, prompt)], LIMITS) for one in (context, own))
+        (alone_context,) = read_contexts(engine, [press], [prompt.first])
+        assert context.report == alone_context.report
+        (together,), (alone,) = (
+            answer(engine, read_context, [(0, prompt)], LIMITS) for read_context in (context, alone_context)
+        )
         assert (together.text, together.end_bytes) == (alone.text, alone.end_bytes)
 
 
-def test_end_bytes_count_what_the_answer_added(engine: Engine) -> None:
+def test_end_bytes_count_the_tokens_of_the_answer(engine: Engine) -> None:
     (sample,) = generate("vt", engine.tokenizer, 64, 1, language=LANGUAGES["reference"])
     prompt = make_prompt(engine.tokenizer, sample, question_aware=False)
     (context,) = read_contexts(engine, [kvpress.get_press("none")], [prompt.first])
     assert context.cache.get_seq_length() == len(prompt.first)
-    (given,) = answer(engine, context, [(0, prompt)], LIMITS)
-    per_token = given.uncompressed_bytes / len(prompt.first)
-    # The last token of an answer is never read.
-    read_tokens = len(prompt.first) + len(prompt.second) + given.new_tokens - 1
-    assert given.end_uncompressed_bytes == pytest.approx(per_token * read_tokens)
+    (answered,) = answer(engine, context, [(0, prompt)], LIMITS)
+    per_token = answered.uncompressed_bytes / len(prompt.first)
+    # The last token of an answer is never read by the model.
+    read_tokens = len(prompt.first) + len(prompt.second) + answered.new_tokens - 1
+    assert answered.end_uncompressed_bytes == pytest.approx(per_token * read_tokens)
 
 
 def test_plain_prompts_are_the_text_itself(reference_tokenizer: PreTrainedTokenizerBase) -> None:
     (sample,) = generate("vt", reference_tokenizer, 64, 1, language=LANGUAGES["reference"])
     query = sample.query
-    whole = reference_tokenizer(f"{sample.context}{query.question}\n{query.answer_prefix}")["input_ids"]
+    expected = reference_tokenizer(f"{sample.context}{query.question}\n{query.answer_prefix}")["input_ids"]
     for aware in (False, True):
         prompt = make_prompt(reference_tokenizer, sample, question_aware=aware)
-        assert prompt.first + prompt.second == whole
+        assert prompt.first + prompt.second == expected
         assert (query.question in prompt.text) == aware
 
 
@@ -108,13 +110,13 @@ def test_a_chat_template_makes_one_turn(byte_tokenizer: PreTrainedTokenizerBase)
 def test_an_answer_ends_at_a_stop_string(engine: Engine) -> None:
     (sample,) = generate("vt", engine.tokenizer, 64, 1, language=LANGUAGES["reference"])
     prompt = make_prompt(engine.tokenizer, sample, question_aware=False)
-    (whole,) = answer(
+    (unstopped,) = answer(
         engine, *read_contexts(engine, [kvpress.get_press("none")], [prompt.first]), [(0, prompt)], LIMITS
     )
-    words = str(whole.text).split()
+    words = str(unstopped.text).split()
     limits = replace(LIMITS, stop=(words[2],))
     (context,) = read_contexts(engine, [kvpress.get_press("none")], [prompt.first])
     (ended,) = answer(engine, context, [(0, prompt)], limits)
     assert str(ended.text).split() == words[: words.index(words[2]) + 1]
-    assert ended.new_tokens < whole.new_tokens
-    assert ended.end_uncompressed_bytes < whole.end_uncompressed_bytes
+    assert ended.new_tokens < unstopped.new_tokens
+    assert ended.end_uncompressed_bytes < unstopped.end_uncompressed_bytes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contexts are read once for all presses and questions, by one process each, and what fails does not take others along."""
+"""One process reads each context once for all presses and questions, and a failure leaves the others unharmed."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_context_is_read_once_for_all_questions(
     assert readings == [(3, 2)]
 
 
-def test_only_what_is_missing_is_read(small: Small, quiet: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_missing_contexts_are_read(small: Small, quiet: Console, monkeypatch: pytest.MonkeyPatch) -> None:
     run(small(presses=SHARING[:1], samples=3), quiet)
     readings = count_readings(monkeypatch)
     run(small(presses=SHARING, samples=3), quiet)
@@ -99,11 +99,11 @@ def test_without_memory_smaller_batches_are_tried(
 ) -> None:
     work = getattr(job, when)
 
-    def limited(engine: Any, subject: Any, rows: Sequence[Any], *rest: Any) -> Any:
+    def limited(engine: Any, subject: Any, rows: Sequence[Any], *arguments: Any) -> Any:
         presses = len(subject) if isinstance(subject, list) else 1
         if presses * len(rows) > 2:
             raise torch.OutOfMemoryError("full")
-        return work(engine, subject, rows, *rest)
+        return work(engine, subject, rows, *arguments)
 
     monkeypatch.setattr(job, when, limited)
     result = run(small(presses=SHARING, samples=4, batch_size=4, max_new_tokens=8), quiet)
@@ -112,7 +112,7 @@ def test_without_memory_smaller_batches_are_tried(
         assert [row["batch_size"] for row in cell.rows] == [2] * 4
 
 
-def test_what_was_kept_is_shown_of_the_first_sample_however_batches_are_cut(
+def test_kept_tokens_of_the_first_sample_are_shown_for_any_batch_size(
     small: Small, quiet: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = job.read_contexts
@@ -145,14 +145,14 @@ def test_a_batch_of_one_that_does_not_fit_fails_its_cell(
 
 
 def test_failures_hold_no_tensors(small: Small, quiet: Console, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an attempt had allocated is gone before the next one starts."""
-    held: list[weakref.ref[torch.Tensor]] = []
+    """Tensors of a failed attempt are freed before the next attempt."""
+    blocks: list[weakref.ref[torch.Tensor]] = []
     alive: list[int] = []
 
     def failing(engine: Any, presses: Sequence[Any], contexts: Sequence[Any], *store: Any) -> Any:
-        alive.append(sum(one() is not None for one in held))
+        alive.append(sum(block_ref() is not None for block_ref in blocks))
         block = torch.zeros(1000)
-        held.append(weakref.ref(block))
+        blocks.append(weakref.ref(block))
         raise torch.OutOfMemoryError(f"no room for {block.numel()}")
 
     monkeypatch.setattr(job, "read_contexts", failing)
@@ -174,7 +174,7 @@ def test_cells_of_another_process_are_left_to_it(small: Small, quiet: Console) -
     assert run(more, quiet).exit_code == 0
 
 
-def test_rows_say_what_was_asked_and_what_was_held(small: Small, quiet: Console) -> None:
+def test_rows_record_the_prompt_and_the_held_bytes(small: Small, quiet: Console) -> None:
     config = small(presses=("none", "decoding(knorm):compression_interval=2,target_size=16"), max_new_tokens=16)
     none, decoding = run(config, quiet).cells
     for plain, pressed in zip(none.rows, decoding.rows, strict=True):
@@ -184,7 +184,7 @@ def test_rows_say_what_was_asked_and_what_was_held(small: Small, quiet: Console)
     assert len({row["prompt_sha256"] for row in none.rows}) == 3
 
 
-def test_a_record_says_what_was_measured_with(finished: Any) -> None:
+def test_a_record_names_its_software_and_hardware(finished: Any) -> None:
     config, result = finished
     assert {"code", "triton", "processor", "config_sha256", "prefills"} <= set(result.record)
     lines = [json.loads(line) for line in (config.out / "runs.jsonl").read_text().splitlines()]

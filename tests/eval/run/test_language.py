@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks are worded in what the tokenizer of the model can spell."""
+"""Tasks use words that the tokenizer of the model can spell."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def test_a_tokenizer_that_spells_everything_gets_english(byte_tokenizer: PreTrai
     assert in_words_of(ELSEWHERE, byte_tokenizer).wording == "english"
 
 
-def test_what_was_said_stays(reference_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_configured_words_stay(reference_tokenizer: PreTrainedTokenizerBase) -> None:
     config = RunConfig(model="some/folder", language="english")
     assert in_words_of(config, reference_tokenizer) is config
-    own = RunConfig(model="some/folder", lengths=(64,), samples=3)
-    resolved = in_words_of(own, reference_tokenizer)
-    assert resolved.model_fields_set == own.model_fields_set | {"language"}
-    assert resolved == own.model_copy(update={"language": "reference"})
+    undecided = RunConfig(model="some/folder", lengths=(64,), samples=3)
+    resolved = in_words_of(undecided, reference_tokenizer)
+    assert resolved.model_fields_set == undecided.model_fields_set | {"language"}
+    assert resolved == undecided.model_copy(update={"language": "reference"})
 
 
-def test_a_folder_with_the_reference_vocabulary_is_asked_in_its_words(tmp_path: Path) -> None:
+def test_a_folder_with_the_reference_vocabulary_uses_its_words(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(kvpress.reference_path(), tmp_path / "model"))
     fields = {"model": str(folder), "tasks": ("vt",), "lengths": (64,), "samples": 1, "out": tmp_path / "run"}
     config, sources, _ = prepare(RunConfig(**fields))
@@ -52,5 +52,5 @@ def test_a_tokenizer_without_letters_is_refused(tmp_path: Path) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")  # noqa: S106
     with pytest.raises(ConfigError, match="spells neither English nor the words of the reference model"):
         in_words_of(ELSEWHERE, tokenizer)
-    own = RunConfig(model="some/folder", tasks=(f"file:{tmp_path}/mine.jsonl",))
-    assert in_words_of(own, tokenizer) is own
+    file_only = RunConfig(model="some/folder", tasks=(f"file:{tmp_path}/mine.jsonl",))
+    assert in_words_of(file_only, tokenizer) is file_only

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches are held beside each other as far as memory goes."""
+"""As many caches are held together as memory allows."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ def divided(model: object, free: int, monkeypatch: pytest.MonkeyPatch) -> list[l
 
 def test_groups_are_as_large_as_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
-    held = sizes(model)
-    assert divided(model, sum(held), monkeypatch) == [PRESSES]
-    assert divided(model, sum(held) - 1, monkeypatch) == [PRESSES[:-1], PRESSES[-1:]]
-    assert divided(model, sum(held[:2]), monkeypatch) == [PRESSES[:2], PRESSES[2:]]
+    bytes_held = sizes(model)
+    assert divided(model, sum(bytes_held), monkeypatch) == [PRESSES]
+    assert divided(model, sum(bytes_held) - 1, monkeypatch) == [PRESSES[:-1], PRESSES[-1:]]
+    assert divided(model, sum(bytes_held[:2]), monkeypatch) == [PRESSES[:2], PRESSES[2:]]
     assert divided(model, 0, monkeypatch) == [[press] for press in PRESSES]
 
 
 def test_one_cache_of_a_group_has_room_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Caches are let go once their questions are answered; one that is cut while it grows needs no more than at first."""
+    """Caches are freed once their questions are answered; a cache that is cut while it grows needs no more than at first."""
     model, new = tiny_model("llama"), 200
-    geometry, held = Geometry.of(model.config), sum(sizes(model))
+    geometry, bytes_held = Geometry.of(model.config), sum(sizes(model))
     presses = [kvpress.get_press(press) for press in PRESSES]
     growth = [plan(p, geometry, TOKENS, BATCH, new).total_bytes - n for p, n in zip(presses, sizes(model), strict=True)]
 
@@ -54,14 +54,14 @@ def test_one_cache_of_a_group_has_room_for_an_answer(monkeypatch: pytest.MonkeyP
         return memory.fitting(model, names, kvpress.get_press, BATCH, TOKENS, new)
 
     assert min(growth) > 0
-    assert groups(held + max(growth), PRESSES) == [PRESSES]
-    assert groups(held + max(growth) - 1, PRESSES) == [PRESSES[:-1], PRESSES[-1:]]
+    assert groups(bytes_held + max(growth), PRESSES) == [PRESSES]
+    assert groups(bytes_held + max(growth) - 1, PRESSES) == [PRESSES[:-1], PRESSES[-1:]]
     cut = ["decoding(knorm):compression_interval=8,target_size=64"] * 2
     assert groups(2 * sizes(model)[0], cut) == [cut]
 
 
 def test_a_press_that_refuses_the_contexts_counts_as_a_full_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is refused with its name when the contexts are read."""
+    """The press is refused by name when the contexts are read."""
     model = tiny_model("llama")
     full = sizes(model)[0]
     monkeypatch.setattr(memory, "available_bytes", lambda device: int(1.5 * full / memory.SHARE))
@@ -74,7 +74,7 @@ def test_a_press_that_refuses_the_contexts_counts_as_a_full_cache(monkeypatch: p
     ]
 
 
-def test_what_is_free_is_what_the_system_says() -> None:
+def test_free_memory_is_that_of_the_system() -> None:
     free = memory.available_bytes(torch.device("cpu"))
     assert 0 < free <= psutil.virtual_memory().total
 
@@ -86,19 +86,19 @@ def test_a_run_without_memory_for_all_caches_reads_more_often_and_finds_the_same
     run(together, quiet)
     readings = count_readings(monkeypatch)
     monkeypatch.setattr(memory, "available_bytes", lambda device: 0)
-    apart = together.model_copy(update={"out": together.out.parent / "apart"})
-    result = run(apart, quiet)
+    one_by_one = together.model_copy(update={"out": together.out.parent / "apart"})
+    result = run(one_by_one, quiet)
     assert readings == [(1, 1)] * len(SHARING) * 2
     assert result.savings.saved_seconds == 0
-    assert content(apart) == content(together)
+    assert content(one_by_one) == content(together)
 
 
 def test_fidelity_holds_as_many_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for `kvpress reselect`, which tries one press for each layer of a model."""
+    """The same holds for `kvpress reselect`, which tries one press for each layer of a model."""
     model = tiny_model("llama")
     presses = [f"quest:budget={16 + n},page_size=4,skip_layers=0" for n in range(7)]
-    one = plan(kvpress.get_press(presses[0]), Geometry.of(model.config), 96, 1).total_bytes
-    monkeypatch.setattr(memory, "available_bytes", lambda device: int(3.5 * one / memory.SHARE))
+    cache_bytes = plan(kvpress.get_press(presses[0]), Geometry.of(model.config), 96, 1).total_bytes
+    monkeypatch.setattr(memory, "available_bytes", lambda device: int(3.5 * cache_bytes / memory.SHARE))
     groups = []
     prefill = kvpress.prefill
 

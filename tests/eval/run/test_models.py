@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every command does with a model: its configuration is read once, and the number of threads is the one asked for."""
+"""Model loading of all commands: the configuration is read once, and the number of threads is the configured one."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def config(tmp_path: Path) -> RunConfig:
 def test_the_configuration_of_a_model_is_read_once(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    """By whoever: transformers would read it again for the weights, and once more for the tokenizer."""
+    """Without sharing, transformers would read it again for the weights and once more for the tokenizer."""
     read: list[str] = []
     get = PreTrainedConfig.get_config_dict
 
@@ -62,7 +62,7 @@ def test_the_configuration_of_a_model_is_read_once(
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, "engine", "estimate", "loaded"])
-def test_threads_are_those_asked_for(config: RunConfig, command: str) -> None:
+def test_threads_are_the_configured_ones(config: RunConfig, command: str) -> None:
     work = {
         **COMMANDS,
         "engine": load_engine,
@@ -80,7 +80,7 @@ def test_threads_are_those_asked_for(config: RunConfig, command: str) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_model_that_is_not_there_is_told_before_it_is_loaded(
+def test_a_missing_model_is_reported_before_loading(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
 ) -> None:
     (tmp_path / "empty").mkdir()
@@ -89,7 +89,7 @@ def test_a_model_that_is_not_there_is_told_before_it_is_loaded(
         COMMANDS[command](config.model_copy(update={"model": str(tmp_path / "empty")}))
 
 
-def test_weights_are_told_apart_by_what_they_are_and_not_by_what_lies_beside_them(
+def test_weights_are_identified_by_their_content_and_not_by_other_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(models, "_HASHED", 8)  # so that the file counts as a large one

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contexts that a folder holds are not read by further runs, and answers are the same."""
+"""Contexts stored in a folder are not read again by further runs, and answers are the same."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_no_run_reads_a_context_that_another_one_has_read(
     assert sum(read) == plain.samples * len(plain.lengths)
 
 
-def test_a_store_that_cannot_be_written_is_told_before_the_model_loads(small: Small, tmp_path: Path) -> None:
+def test_a_store_that_cannot_be_written_is_reported_before_the_model_loads(small: Small, tmp_path: Path) -> None:
     (tmp_path / "taken").touch()
     with pytest.raises(OutputError, match="cannot write"):
         prepare(small(prefix_store=tmp_path / "taken"))

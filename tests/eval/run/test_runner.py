@@ -29,7 +29,7 @@ def rows_on_disk(out: Path) -> int:
     return sum(path.read_bytes().count(b"\n") for path in out.glob("cells/*/rows.jsonl"))
 
 
-def test_a_run_measures_what_it_says(finished: tuple[RunConfig, RunResult]) -> None:
+def test_a_run_measures_the_configured_cells(finished: tuple[RunConfig, RunResult]) -> None:
     _, result = finished
     assert result.exit_code == 0
     assert [cell.press for cell in result.cells] == ["none", "none", "random:0.5", "random:0.5"]
@@ -52,7 +52,7 @@ def test_a_finished_run_is_not_repeated(small: Small, quiet: Console, monkeypatc
 
 
 def test_more_samples_extend_a_cell(small: Small, quiet: Console, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was measured before is left alone, and says nothing of how long the rest takes."""
+    """Earlier samples are left alone, and do not enter the estimate of the remaining time."""
     config = small(samples=2)
     run(config, quiet)
     before = content(config)
@@ -103,9 +103,9 @@ def test_a_killed_run_continues_to_the_same_result(small: Small, quiet: Console,
     process.join()
     assert rows_on_disk(config.out) >= done
     assert run(config, quiet).exit_code == 0
-    whole = config.model_copy(update={"out": tmp_path / "whole"})
-    run(whole, quiet)
-    assert content(config) == content(whole)
+    undisturbed = config.model_copy(update={"out": tmp_path / "whole"})
+    run(undisturbed, quiet)
+    assert content(config) == content(undisturbed)
 
 
 @pytest.mark.parametrize(
@@ -119,11 +119,11 @@ def test_one_cell_fails_and_the_others_run(
     config = small(presses=("none", "random:0.5", "knorm:0.5"), samples=2)
     work = getattr(job, when)
 
-    def fail_for_random(engine: Any, subject: Any, *rest: Any) -> Any:
+    def fail_for_random(engine: Any, subject: Any, *arguments: Any) -> Any:
         presses = subject if isinstance(subject, list) else [subject.press]
         if any(type(press).__name__ == "RandomPress" for press in presses):
             raise error
-        return work(engine, subject, *rest)
+        return work(engine, subject, *arguments)
 
     monkeypatch.setattr(job, when, fail_for_random)
     result = run(config, quiet)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every generated task in English: solved from its text by a plain program that knows nothing of how it was made."""
+"""Every generated task in English, solved from its text by a plain program without access to the generator."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def article(number: int) -> dict[str, Any]:
         "answers": [{"text": f"{number} metres"}, {"text": f"{number}"}],
     }
     never = {"question": "Who owns it?", "answers": [], "is_impossible": True}
-    told = {"context": f"Lake {number} is {number} metres deep.", "qas": [depth, never]}
-    return {"title": f"Lake {number}", "paragraphs": [told, {"context": f"Lake {number} has no fish.", "qas": []}]}
+    paragraph = {"context": f"Lake {number} is {number} metres deep.", "qas": [depth, never]}
+    return {"title": f"Lake {number}", "paragraphs": [paragraph, {"context": f"Lake {number} has no fish.", "qas": []}]}
 
 
 def hop(number: int) -> dict[str, Any]:
@@ -41,8 +41,8 @@ def hop(number: int) -> dict[str, Any]:
     ]
     context += [[f"Ferry {number}", ["It is red."]]]
     facts = [[f"Bridge {number}", 0], [f"River {number}", 0]]
-    asked = f"Where does the river under bridge {number} start?"
-    return {"question": asked, "answer": f"hill {number}", "context": context, "supporting_facts": facts}
+    question = f"Where does the river under bridge {number} start?"
+    return {"question": question, "answer": f"hill {number}", "context": context, "supporting_facts": facts}
 
 
 @pytest.fixture(scope="module")
@@ -64,22 +64,22 @@ def make(data: Path) -> Callable[..., list[Sample]]:
 
 
 def needles(sample: Sample) -> set[str]:
-    told: dict[str, list[str]] = {}
+    values: dict[str, list[str]] = {}
     for attribute, key, value in re.findall(r" The (\w+ (?:number|code)) for (.+?) is (\S+?)\.", sample.context):
-        told.setdefault(f"{attribute} for {key}", []).append(value)
-    asked = re.findall(
+        values.setdefault(f"{attribute} for {key}", []).append(value)
+    wanted_keys = re.findall(
         rf"the (\w+ (?:number|code))s? (for (?:the \w+ \w+|{UUID}))", sample.query.question.splitlines()[-1]
     )
-    return {value for attribute, key in asked for value in told[f"{attribute} {key}"]}
+    return {value for attribute, key in wanted_keys for value in values[f"{attribute} {key}"]}
 
 
 def chain(sample: Sample) -> set[str]:
     value = re.search(r"the value (\d+)", sample.query.question)
     assert value
-    held = set(re.findall(rf" Variable (\w+) is set to {value[1]}\.", sample.context))
+    names = set(re.findall(rf" Variable (\w+) is set to {value[1]}\.", sample.context))
     for name, source in re.findall(r" Variable (\w+) is set to the value of variable (\w+)\.", sample.context):
-        held |= {name} if source in held else set()
-    return held
+        names |= {name} if source in names else set()
+    return names
 
 
 def most_common(words: list[str], count: int) -> set[str]:
@@ -120,19 +120,19 @@ def start_of_river(sample: Sample) -> set[str]:
 
 
 def call(sample: Sample) -> set[str]:
-    asked = re.search(r"Call the tool (\w+) with the record of (.+?)\. Reply", sample.query.question)
-    assert asked
-    tool, key = asked.groups()
+    match = re.search(r"Call the tool (\w+) with the record of (.+?)\. Reply", sample.query.question)
+    assert match
+    tool, key = match.groups()
     assert f" Tool {tool}{{" in sample.context
     (record,) = re.findall(rf" The record of {key} is (\{{.*?\}})\.", sample.context)
     return {json.dumps({"name": tool, "arguments": json.loads(record)})}
 
 
 def told_lines(sample: Sample) -> set[str]:
-    asked = re.search(r"its name and its (.+?) from the text above, in this order: 1\. (.*)", sample.query.question)
-    assert asked
-    keys = re.split(r", \d+\. ", asked[2])
-    return {re.findall(rf" The {asked[1]} for {key} is (\d+)\.", sample.context)[0] for key in keys}
+    match = re.search(r"its name and its (.+?) from the text above, in this order: 1\. (.*)", sample.query.question)
+    assert match
+    keys = re.split(r", \d+\. ", match[2])
+    return {re.findall(rf" The {match[1]} for {key} is (\d+)\.", sample.context)[0] for key in keys}
 
 
 SOLVERS: dict[str, Callable[[Sample], set[str]]] = {
@@ -178,11 +178,11 @@ def test_the_answer_stands_at_its_depth(
     task: str, depth: float, make: Callable[..., list[Sample]], byte_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     (sample,) = make(task, byte_tokenizer, 4000, 1, depth=depth)
-    told = " ".join(sample.context[start:end] for start, end in sample.spans)
+    marked_text = " ".join(sample.context[start:end] for start, end in sample.spans)
     if task == "tool_call":  # of the call, the text holds the arguments
-        assert json.dumps(json.loads(sample.query.answers[0])["arguments"]) in told
+        assert json.dumps(json.loads(sample.query.answers[0])["arguments"]) in marked_text
     else:
-        assert any(answer in told for answer in sample.query.answers)
+        assert any(answer in marked_text for answer in sample.query.answers)
     first, last = sample.spans[0][0], sample.spans[-1][1]
     assert (first + depth * (last - first)) / len(sample.context) == pytest.approx(depth, abs=0.07)
 
@@ -197,12 +197,12 @@ def test_structures_are_those_of_ruler(
         assert re.fullmatch(UUID, answers[task][0])
     for task in ("niah_single_1", "niah_single_2", "niah_multikey_2"):
         assert re.fullmatch(r"\d{7}", answers[task][0])
-    (one,) = make("niah_single_1", reference_tokenizer, 800, 1)
-    rest = "".join(
-        one.context[a:b]
-        for (_, a), (b, _) in zip(((0, 0), *one.spans), (*one.spans, (len(one.context), 0)), strict=True)
+    (sample,) = make("niah_single_1", reference_tokenizer, 800, 1)
+    filler = "".join(
+        sample.context[a:b]
+        for (_, a), (b, _) in zip(((0, 0), *sample.spans), (*sample.spans, (len(sample.context), 0)), strict=True)
     )
-    assert set(re.findall(r" [^.]+\.", rest)) == set(re.findall(r" [^.]+\.", FILLER))
+    assert set(re.findall(r" [^.]+\.", filler)) == set(re.findall(r" [^.]+\.", FILLER))
     (hay,) = make("niah_multikey_2", reference_tokenizer, 800, 1)
     assert all(re.search(r" for the \w+ \w+ is \d{7}$", text) for text in hay.context.rstrip(".").split("."))
 
@@ -235,7 +235,7 @@ def test_long_lists_keep_the_frequencies_of_ruler(
     assert dots / total == pytest.approx(6 / 3.14159**2, abs=0.05)
 
 
-def test_filler_is_what_the_run_says(
+def test_filler_is_the_configured_text(
     make: Callable[..., list[Sample]], reference_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     (sample,) = make("niah_single", reference_tokenizer, 500, 1, filler=REPEAT)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tool calls and long answers: what counts as right, and that the context holds it."""
+"""Tool calls and long answers: which answers are right, and that the context holds them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def test_the_context_holds_the_tool_and_the_record(reference_tokenizer: PreTrain
     for sample in make("tool_call", reference_tokenizer):
         (right,) = sample.query.answers
         call = json.loads(right)
-        asked = [sample.context[start:stop] for start, stop in sample.spans]
-        assert any(call["name"] in sentence and '"amount": "number"' in sentence for sentence in asked)
-        assert any(json.dumps(call["arguments"]) in sentence for sentence in asked)
+        sentences = [sample.context[start:stop] for start, stop in sample.spans]
+        assert any(call["name"] in sentence and '"amount": "number"' in sentence for sentence in sentences)
+        assert any(json.dumps(call["arguments"]) in sentence for sentence in sentences)
         assert call["name"] in sample.query.question
         assert score(sample.query, right) == score(sample.query, f"```json\n{json.dumps(call, indent=2)}\n```") == 1.0
 
@@ -43,9 +43,9 @@ CALL = {"name": "book_flight", "arguments": {"account": "0a-1", "amount": 7.0, "
     ],
 )  # fmt: skip
 def test_one_wrong_argument_is_a_wrong_call(change: dict[str, object]) -> None:
-    said = {**CALL, "arguments": {**CALL["arguments"], **change}}  # type: ignore[dict-item]
+    wrong_call = {**CALL, "arguments": {**CALL["arguments"], **change}}  # type: ignore[dict-item]
     assert same_call(json.dumps(CALL), (json.dumps(CALL),)) == 1.0
-    assert same_call(json.dumps(said), (json.dumps(CALL),)) == 0.0
+    assert same_call(json.dumps(wrong_call), (json.dumps(CALL),)) == 0.0
 
 
 def test_each_line_of_a_long_answer_counts(reference_tokenizer: PreTrainedTokenizerBase) -> None:

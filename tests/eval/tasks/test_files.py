@@ -46,7 +46,7 @@ def test_gzip_reads_the_same(rows_file: Path) -> None:
     assert read_file(packed).samples == read_file(rows_file).samples
 
 
-def test_a_run_takes_the_lengths_and_tasks_it_asks_for(rows_file: Path) -> None:
+def test_a_run_takes_its_lengths_and_tasks_only(rows_file: Path) -> None:
     def expand(source: str, *lengths: int) -> list[tuple[str, int]]:
         sources = expand_tasks(RunConfig(tasks=(source,), lengths=lengths))
         return [(item.task, item.length) for item in sources]
@@ -63,7 +63,7 @@ def test_split_source() -> None:
     assert split_source("file:a/b.jsonl#x+y") == (Path("a/b.jsonl"), ["x", "y"])
 
 
-def test_a_missing_file_says_where_to_place_it(tmp_path: Path) -> None:
+def test_the_error_of_a_missing_file_names_its_place(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=f"place it at {tmp_path}/none.jsonl"):
         read_file(tmp_path / "none.jsonl")
 
@@ -85,7 +85,7 @@ def test_damaged_gzip(tmp_path: Path) -> None:
         read_file(path)
 
 
-def test_what_is_not_given_has_defaults(tmp_path: Path) -> None:
+def test_missing_fields_have_defaults(tmp_path: Path) -> None:
     rows = [
         {"context": " It is 4837 or 12.", "question": "What is it?", "answer": ["4837", "12"]},
         {"context": " It is 4837.", "question": "What is it?", "answer": "4837", "answer_prefix": "It is"},

@@ -35,7 +35,7 @@ def data(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("answer", "said", "score"),
+    ("answer", "text", "score"),
     [
         ("18", "She makes 9 * 2 = $18.\n#### 18", 1),
         ("18", "#### 18\n\nQuestion: How much is 1 + 1?\nAnswer: #### 2", 1),
@@ -62,8 +62,8 @@ def data(tmp_path: Path) -> Path:
         ("7", "- 7", 1),
     ],
 )
-def test_scores(answer: str, said: str, score: float) -> None:
-    assert score_number(said, (answer,)) == score
+def test_scores(answer: str, text: str, score: float) -> None:
+    assert score_number(text, (answer,)) == score
 
 
 @pytest.mark.parametrize(
@@ -87,8 +87,8 @@ def test_the_worked_examples_end_as_they_ask_to() -> None:
     for example in worked:
         steps, _, number = example.rstrip().rpartition("\n#### ")
         assert find_number(steps, last=True) == Decimal(number)
-        for left, right in re.findall(r"([\d.]+(?: [-+*/] [\d.]+)+) = ([\d.]+)", steps):
-            assert eval(left) == Decimal(right)  # noqa: S307  # digits and signs of our own text
+        for term, result in re.findall(r"([\d.]+(?: [-+*/] [\d.]+)+) = ([\d.]+)", steps):
+            assert eval(term) == Decimal(result)  # noqa: S307  # digits and signs of our own text
 
 
 def test_both_published_forms(data: Path, tmp_path: Path) -> None:
@@ -139,15 +139,15 @@ def test_prompts(data: Path, byte_tokenizer: PreTrainedTokenizerBase) -> None:
     (task,) = expand_tasks(config)
     samples = task.make(byte_tokenizer)
     assert [sample.id for sample in samples] == task.ids == ["gsm8k-0", "gsm8k-1"]
-    asked = TEMPLATE.replace("{question}", ROWS[0]["question"])
+    expected = TEMPLATE.replace("{question}", ROWS[0]["question"])
     for question_aware in (False, True):
         prompt = make_prompt(byte_tokenizer, samples[0], question_aware=question_aware)
-        assert byte_tokenizer.decode(prompt.first + prompt.second) == asked
+        assert byte_tokenizer.decode(prompt.first + prompt.second) == expected
         assert byte_tokenizer.decode(prompt.second) == ":"
     byte_tokenizer.chat_template = "<user>{{ messages[0].content }}</user><bot>"
     try:
         prompt = make_prompt(byte_tokenizer, samples[0], question_aware=False)
-        assert byte_tokenizer.decode(prompt.first) == f"<user>{asked}"
+        assert byte_tokenizer.decode(prompt.first) == f"<user>{expected}"
         assert byte_tokenizer.decode(prompt.second) == "</user><bot>"
     finally:
         byte_tokenizer.chat_template = None
@@ -172,7 +172,7 @@ def test_one_cell_named_by_the_data(data: Path, tmp_path: Path) -> None:
 
 
 def test_answers_are_compressed_while_they_are_written(data: Path, tmp_path: Path) -> None:
-    """Nothing is evicted from the prompt, so that what the caches hold at the end differs by what decoding did."""
+    """Nothing is evicted from the prompt, so the caches differ at the end only by evictions while decoding."""
     size = 64
     press = f"decoding(knorm):compression_interval=8,target_size={size}"
     rows = evaluate(

@@ -38,7 +38,7 @@ def values(content: Content) -> list[Any]:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file that the client of the hub says it has."""
+    """A file in the cache of the hub's client."""
     path = tmp_path / "cached"
     path.write_bytes(BYTES)
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *place, **which: str(path))
@@ -60,7 +60,7 @@ def test_the_first_name_that_is_there_is_read(tmp_path: Path) -> None:
     assert list(read(FILE, tmp_path).rows()) == [(f"{tmp_path}/first.jsonl:{n}", {"a": n}) for n in (1, 2)]
 
 
-def test_nothing_there_says_what_to_place_where(tmp_path: Path) -> None:
+def test_the_error_of_an_empty_folder_names_the_file_and_its_place(tmp_path: Path) -> None:
     with pytest.raises(DataError) as error:
         read(FILE, tmp_path)
     assert str(error.value) == (
@@ -90,17 +90,17 @@ def test_damage_is_named(raw: bytes, problem: str) -> None:
 
 def test_a_commit_is_fetched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "fetched").write_bytes(BYTES)
-    asked = []
+    requests = []
 
     def fetch(*place: str, **which: str) -> str:
-        asked.append((*place, which))
+        requests.append((*place, which))
         return str(tmp_path / "fetched")
 
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *place, **which: None)
     monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda url, timeout: None)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
     assert values(read(FILE, None)) == [{"a": 1}, {"a": 2}]
-    assert asked == [("who/what", "folder/data.jsonl", {"repo_type": "dataset", "revision": "c0ffee"})]
+    assert requests == [("who/what", "folder/data.jsonl", {"repo_type": "dataset", "revision": "c0ffee"})]
 
 
 def test_other_bytes_than_the_pinned_ones_are_refused(hub: Path) -> None:

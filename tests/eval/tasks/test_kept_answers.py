@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why some presses are worse than random on needles: which of them keep the answer, and which keep what all queries look at."""
+"""Reasons why some presses are worse than random on needles: how much of the answer each press keeps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PRESSES = ("random", "qfilter", "triattention", "keydiff")
 
 
 def kept_of_answers(press: str) -> float:
-    """The part of the answers' pairs that a press keeps of half of all pairs."""
+    """Return the share of the answers' pairs that a press keeps when it keeps half of all pairs."""
     model, tokenizer = bundled_model().model, bundled_model().tokenizer
     (source,) = expand_tasks(RunConfig(tasks=("niah_single",), lengths=(512,), samples=6))
     shares = []
@@ -32,7 +32,7 @@ def kept_of_answers(press: str) -> float:
     return sum(shares) / len(shares)
 
 
-def test_what_average_queries_look_at_is_not_the_answer() -> None:
+def test_average_queries_do_not_look_at_the_answer() -> None:
     kept = {press: kept_of_answers(press) for press in PRESSES}
     assert 0.4 < kept["random"] < 0.6
     assert max(kept["qfilter"], kept["triattention"]) < kept["random"] - 0.05

@@ -18,7 +18,7 @@ from tests.eval.jsonl import write_lines
 
 
 @pytest.mark.parametrize(
-    ("text", "held"),
+    ("text", "expected"),
     [
         (r"so \boxed{12}", "12"),
         (r"\boxed{1} no, \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
@@ -28,8 +28,8 @@ from tests.eval.jsonl import write_lines
         (r"\boxed12", None),
     ],
 )
-def test_the_last_box_that_closes(text: str, held: str | None) -> None:
-    assert boxed(text) == held
+def test_the_last_box_that_closes(text: str, expected: str | None) -> None:
+    assert boxed(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_problems_run_end_to_end(tmp_path: Path, quiet: Console) -> None:
     assert source.max_new_tokens == 16384
 
 
-def test_what_is_no_problem_is_named(tmp_path: Path) -> None:
+def test_rows_that_are_no_problems_are_named(tmp_path: Path) -> None:
     config = RunConfig(tasks=("aime25",), data_dir=write(tmp_path / "data", "pi"))
     with pytest.raises(DataError, match=r"aime25\.jsonl:1: .*whole number of up to 3 digits, got 'pi'"):
         expand_tasks(config)

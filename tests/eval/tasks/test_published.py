@@ -39,7 +39,7 @@ GOLDEN: list[tuple[Score, str, tuple[str, ...], float]] = [
     (scores.erroneous_function, "The answer is: Option B, not A", ("parse", "B"), 1.0),
     (scores.erroneous_function, "The answer is: A, not B", ("parse", "B"), 0.0),
     (scores.erroneous_function, "It is B", ("parse", "B"), 0.0),
-    (scores.choice, "Bananas, of course", ("a dog", "B"), 1.0),  # the first letter counts, whatever follows
+    (scores.choice, "Bananas, of course", ("a dog", "B"), 1.0),  # the first letter counts alone
     (scores.choice, "a dog", ("a dog", "B"), 1.0),
     (scores.choice, "the answer is B", ("a dog", "B"), 1.0),
     (scores.choice, "the answer is C, not B", ("a dog", "B"), 0.0),
@@ -120,8 +120,8 @@ def data(tmp_path: Path) -> Path:
 
 
 def source(task: str, data: Path, length: int = 2000, samples: int = 50) -> Source:
-    (found,) = expand_tasks(RunConfig(tasks=(task,), lengths=(length,), samples=samples, data_dir=data))
-    return found
+    (task_source,) = expand_tasks(RunConfig(tasks=(task,), lengths=(length,), samples=samples, data_dir=data))
+    return task_source
 
 
 def test_every_row_becomes_its_questions(data: Path, reference_tokenizer: PreTrainedTokenizerBase) -> None:
@@ -132,7 +132,7 @@ def test_every_row_becomes_its_questions(data: Path, reference_tokenizer: PreTra
     (choice,) = source("infinitebench:longbook_choice_eng", data).make(reference_tokenizer)
     assert choice.query.answers == ("Ed", "D")
     assert "D. Ed" in choice.query.question
-    assert [one.query.answers for one in source("loogle:shortdep_qa", data).make(reference_tokenizer)] == [
+    assert [sample.query.answers for sample in source("loogle:shortdep_qa", data).make(reference_tokenizer)] == [
         ("lake 3",),
         ("5",),
     ]
@@ -204,6 +204,6 @@ def test_lengths_must_be_given(data: Path) -> None:
 
 
 def test_an_unknown_subset_names_the_nearest(tmp_path: Path) -> None:
-    code, said = invoke("eval", "--tasks", "infinitebench:pass_key", "--out", tmp_path)
+    code, output = invoke("eval", "--tasks", "infinitebench:pass_key", "--out", tmp_path)
     assert code == 2
-    assert "did you mean passkey" in said
+    assert "did you mean passkey" in output

@@ -47,12 +47,12 @@ def test_spans_cover_the_sentences_that_answer(
     task: str, language: str, reference_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     for sample in generate(task, reference_tokenizer, 512, 3, language=LANGUAGES[language]):
-        told = [sample.context[start:end] for start, end in sample.spans]
-        assert all(sentence.startswith(" ") and sentence.endswith(".") for sentence in told)
+        sentences = [sample.context[start:end] for start, end in sample.spans]
+        assert all(sentence.startswith(" ") and sentence.endswith(".") for sentence in sentences)
         for answer in sample.query.answers:
             for word in answer.replace(".", "").split():
                 if word.isdigit() or word.isupper():
-                    assert any(word in sentence for sentence in told)
+                    assert any(word in sentence for sentence in sentences)
 
 
 def test_depth_moves_the_answer(reference_tokenizer: PreTrainedTokenizerBase) -> None:

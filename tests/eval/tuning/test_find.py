@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvpress tune` from end to end on tiny contexts, what it writes, and what it refuses."""
+"""`kvpress tune` from end to end on tiny contexts: its output, and refused settings."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ FIELDS: dict[str, Any] = {
     "tasks": ("niah_single", "cwe"), "lengths": (128,), "samples": 4, "max_new_tokens": 4, "threads": 1,
 }  # fmt: skip
 OWN = {name: value for name, value in FIELDS.items() if name != "tasks"}
-"""For samples of the user."""
+"""Fields for samples of the user."""
 
 
-def found(out: Path, wishes: Wishes = WISHES, **fields: Any) -> tuple[Tuned, str]:
+def run_tune(out: Path, wishes: Wishes = WISHES, **fields: Any) -> tuple[Tuned, str]:
     console = Console(file=io.StringIO(), width=160)
     tuned = tune(RunConfig(**{**FIELDS, "out": out, **fields}), wishes, console)
     return tuned, console.file.getvalue()  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tuned, str, Path]:
-    """A finished search that tests only read."""
+def finished_search(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tuned, str, Path]:
+    """Finish a search once, for tests that only read it."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(find, "load_engine", lambda config, settings=None: bundled_model())
         out = tmp_path_factory.mktemp("best")
-        return *found(out), out
+        return *run_tune(out), out
 
 
-def test_the_pick_holds_what_was_asked_for(whole: tuple[Tuned, str, Path]) -> None:
-    tuned, _, _ = whole
+def test_the_pick_meets_the_size(finished_search: tuple[Tuned, str, Path]) -> None:
+    tuned, _, _ = finished_search
     assert tuned.pick.factor >= 5.9
     assert tuned.frontier[0].press == "none"
     assert tuned.frontier[0].factor == 1
@@ -65,8 +65,8 @@ def test_the_pick_holds_what_was_asked_for(whole: tuple[Tuned, str, Path]) -> No
     assert report.uncompressed_bytes / report.total_bytes >= 5.9
 
 
-def test_the_file_is_the_press_with_what_it_was_tuned_on(whole: tuple[Tuned, str, Path]) -> None:
-    tuned, _, out = whole
+def test_the_file_is_the_press_with_the_conditions_of_its_tuning(finished_search: tuple[Tuned, str, Path]) -> None:
+    tuned, _, out = finished_search
     assert kvpress.get_press(str(out / PRESS)) == kvpress.get_press(tuned.press)
     assert RunConfig(presses=(f"@{out / PRESS}",)).presses == (kvpress.to_spec(kvpress.get_press(tuned.press)),)
     record = yaml.safe_load((out / PRESS).read_text())
@@ -77,8 +77,8 @@ def test_the_file_is_the_press_with_what_it_was_tuned_on(whole: tuple[Tuned, str
     assert record["held_out"]["mean"][0] == pytest.approx(tuned.pick.accuracy.mean, abs=1e-4)
 
 
-def test_what_is_said(whole: tuple[Tuned, str, Path]) -> None:
-    tuned, printed, _ = whole
+def test_the_printed_lines(finished_search: tuple[Tuned, str, Path]) -> None:
+    tuned, printed, _ = finished_search
     assert "cache of 128 tokens with no press" in printed
     assert re.search(
         r"the cache may hold \S+ KiB of a context of (12\d to )?12\d tokens(, on average)?: 6x smaller", printed
@@ -94,33 +94,33 @@ def test_what_is_said(whole: tuple[Tuned, str, Path]) -> None:
     assert tuned.pick.worst[0] in tuned.sentence
 
 
-def test_a_search_without_time_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_without_time_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(find, "load_engine", lambda config, settings=None: bundled_model())
     with pytest.raises(ConfigError, match="1e-09 minutes of search were too few to compare any press"):
-        found(tmp_path / "best", replace(WISHES, minutes=1e-9))
+        run_tune(tmp_path / "best", replace(WISHES, minutes=1e-9))
 
 
-def test_no_sample_is_searched_on_and_held_out(whole: tuple[Tuned, str, Path]) -> None:
-    _, _, out = whole
+def test_no_sample_is_searched_on_and_held_out(finished_search: tuple[Tuned, str, Path]) -> None:
+    _, _, out = finished_search
     searched = {line.split(" | ")[1].split('"')[0] for line in (out / "search.jsonl").read_text().splitlines()}
     rows = [path.read_text() for path in (out / "cells").glob("*/rows.jsonl")]
     assert rows
     assert not any(f'"{name}"' in text for name in searched for text in rows)
 
 
-def test_a_second_start_asks_nothing_again(
-    whole: tuple[Tuned, str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_second_start_examines_nothing_again(
+    finished_search: tuple[Tuned, str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tuned, _, out = whole
+    tuned, _, out = finished_search
     shutil.copytree(out, tmp_path / "best")
     monkeypatch.setattr(scoring, "read_contexts", lambda *_: pytest.fail("a context was read again"))
-    again, printed = found(tmp_path / "best")
+    resumed, printed = run_tune(tmp_path / "best")
     assert f"{len((out / 'search.jsonl').read_text().splitlines())} scores of an earlier run are known" in printed
-    assert (again.press, again.frontier, again.sentence) == (tuned.press, tuned.frontier, tuned.sentence)
+    assert (resumed.press, resumed.frontier, resumed.sentence) == (tuned.press, tuned.frontier, tuned.sentence)
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "difference"),
     [
         ({"seed": 1}, "seed 0, not 1"),
         ({"tasks": ("cwe",)}, "tasks .*'niah_single'.*, not .*'cwe'"),
@@ -128,16 +128,16 @@ def test_a_second_start_asks_nothing_again(
     ],
 )
 def test_a_folder_of_another_search_is_refused(
-    whole: tuple[Tuned, str, Path], tmp_path: Path, fields: dict[str, Any], told: str
+    finished_search: tuple[Tuned, str, Path], tmp_path: Path, fields: dict[str, Any], difference: str
 ) -> None:
-    shutil.copytree(whole[2], tmp_path / "best")
-    with pytest.raises(OutputError, match=f"belongs to another search .*{told}.*: use a new --out"):
-        found(tmp_path / "best", **fields)
+    shutil.copytree(finished_search[2], tmp_path / "best")
+    with pytest.raises(OutputError, match=f"belongs to another search .*{difference}.*: use a new --out"):
+        run_tune(tmp_path / "best", **fields)
 
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:
     with CellStore(tmp_path).claim(), pytest.raises(BusyError, match="another process tunes"):
-        found(tmp_path)
+        run_tune(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -164,12 +164,12 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
 )
 def test_wishes_that_cannot_be_met(tmp_path: Path, wishes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        found(tmp_path / "best", replace(WISHES, **wishes))
+        run_tune(tmp_path / "best", replace(WISHES, **wishes))
     assert not (tmp_path / "best").exists()
 
 
 def test_memory_is_of_weights_and_cache(tmp_path: Path) -> None:
-    tuned, printed = found(
+    tuned, printed = run_tune(
         tmp_path, replace(WISHES, smaller=None, memory="5.06MiB", candidates=4, max_drop=0.0), tasks=("niah_single",)
     )
     assert "budget=" in tuned.press
@@ -177,16 +177,18 @@ def test_memory_is_of_weights_and_cache(tmp_path: Path) -> None:
     assert tuned.kept is (tuned.pick.worst is not None and tuned.pick.worst[1].mean >= 0)
 
 
-def test_the_full_cache_may_be_the_smallest_within_what_may_be_lost(
+def test_the_full_cache_may_be_the_smallest_within_the_allowed_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(find, "load_engine", lambda config, settings=None: bundled_model())
-    monkeypatch.setattr(find, "pick", lambda best, smaller, max_drop: next(one for one in best if one.press == "none"))
+    monkeypatch.setattr(
+        find, "pick", lambda best, smaller, max_drop: next(measured for measured in best if measured.press == "none")
+    )
     monkeypatch.setattr(find, "FINALISTS", 99)
-    tuned, printed = found(
+    tuned, printed = run_tune(
         tmp_path, replace(WISHES, smaller=None, memory="1GB", candidates=8, max_drop=0.0), tasks=("niah_single",)
     )
-    assert [one.press for one in tuned.frontier].count("none") == 1
+    assert [measured.press for measured in tuned.frontier].count("none") == 1
     assert tuned.sentence.startswith("Use no press: the full cache of a context")
     assert "best of the search: " in printed
     assert kvpress.get_press(str(tuned.path)) == kvpress.get_press("none")
@@ -251,9 +253,9 @@ def test_data_that_cannot_be_tuned_on(tmp_path: Path, rows: list[Any], message: 
         tune(config, replace(WISHES, data=path), Console(file=io.StringIO()))
 
 
-def test_the_command(whole: tuple[Tuned, str, Path], tmp_path: Path) -> None:
+def test_the_command(finished_search: tuple[Tuned, str, Path], tmp_path: Path) -> None:
     wishes = ("--held-out", 2, "--candidates", 3, "--lengths", 128, "--samples", 6, "--threads", 1)
-    code, printed = invoke("tune", "--smaller", 6, *wishes, "--out", whole[2])
+    code, printed = invoke("tune", "--smaller", 6, *wishes, "--out", finished_search[2])
     assert code == 4, printed
     assert "belongs to another search" in printed
     code, printed = invoke("tune", "--smaller", 6, "--max-drop", -2, "--out", tmp_path / "best")
@@ -265,8 +267,8 @@ def test_the_command(whole: tuple[Tuned, str, Path], tmp_path: Path) -> None:
     assert "No such option" in printed
 
 
-def test_the_table_and_the_files(whole: tuple[Tuned, str, Path], tmp_path: Path) -> None:
-    tuned, _, out = whole
+def test_the_table_and_the_files(finished_search: tuple[Tuned, str, Path], tmp_path: Path) -> None:
+    tuned, _, out = finished_search
     shutil.copytree(out, tmp_path / "best")
     console = Console(file=io.StringIO(), width=200)
     show(replace(tuned, path=tmp_path / "best" / PRESS), console)

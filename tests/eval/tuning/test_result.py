@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sentence that names the pick says what a user needs when it loses more than it may."""
+"""The sentence that names the pick names alternatives when the pick loses more than is allowed."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ PICK = measured("knorm:0.9", 10, -0.125)
         ([measured("a", 8, -0.2)], 1.0, "no other press that was measured loses less: allow it more memory."),
     ],
 )
-def test_a_pick_that_loses_too_much_is_told_with_what_loses_less(
+def test_a_pick_that_loses_too_much_is_reported_with_one_that_loses_less(
     others: list[Measured], max_drop: float | None, end: str
 ) -> None:
-    said = sentence(PICK.press, [FULL, *others, PICK], "accuracy", max_drop)
-    assert said.startswith(
+    text = sentence(PICK.press, [FULL, *others, PICK], "accuracy", max_drop)
+    assert text.startswith(
         "Use knorm:0.9: it holds 102 B instead of 1.0 KiB of a context, 10.0 times less; on 48 held-out"
     )
-    assert said.endswith(end)
-    assert ("that may be lost" in said) == (within(PICK, max_drop) is False)
+    assert text.endswith(end)
+    assert ("that may be lost" in text) == (within(PICK, max_drop) is False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores by one pass over the answers are those of generated answers, and are remembered."""
+"""Scores by one pass over the answers equal scores of generated answers, and are stored."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def scores(examiner: Examiner, parts: Sequence[Part], together: int = 1) -> dict
 
 def test_checked_answers_are_as_right_as_generated_ones(searched: Sequence[Part], tmp_path: Path) -> None:
     engine = bundled_model()
-    found = scores(Examiner(engine, tmp_path / "scores.jsonl"), searched)
+    checked = scores(Examiner(engine, tmp_path / "scores.jsonl"), searched)
     for press in PRESSES:
         for (item,) in contexts(searched):
             (context,) = read_contexts(engine, [kvpress.get_press(press)], [item.prompt.first])
-            (said,) = answer(engine, context, [(0, item.prompt)], Limits(item.max_new_tokens, None))
-            assert found[press, item.id] == score(item.query, said.text), (press, item.id, said.text)
-    assert 0 < sum(found.values()) < len(found)  # both kinds of answers were among them
+            (generated,) = answer(engine, context, [(0, item.prompt)], Limits(item.max_new_tokens, None))
+            assert checked[press, item.id] == score(item.query, generated.text), (press, item.id, generated.text)
+    assert 0 < sum(checked.values()) < len(checked)  # both kinds of answers were among them
 
 
 def test_contexts_read_together_score_as_each_alone(searched: Sequence[Part], tmp_path: Path) -> None:
@@ -80,8 +80,8 @@ def test_questions_about_one_context_are_asked_in_one_go(tmp_path: Path) -> None
         }
         for key, value in facts.items()
     ]
-    other = [{**row, "context": text * number} for number in (2, 3, 4) for row in rows]
-    path = write_lines(tmp_path / "rows.jsonl", *rows, *other)
+    held_out_rows = [{**row, "context": text * number} for number in (2, 3, 4) for row in rows]
+    path = write_lines(tmp_path / "rows.jsonl", *rows, *held_out_rows)
     config = RunConfig(tasks=(f"file:{path}",))
     split = split_tasks(config, bundled_model().tokenizer, 2, 2)
     assert [[len(context) for context in part.contexts] for part in split.searched] == [[3, 3]]
@@ -96,7 +96,7 @@ def test_scores_are_known_after_a_kill(
     searched: Sequence[Part], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "scores.jsonl"
-    known = scores(Examiner(bundled_model(), path), searched[:1])
+    expected = scores(Examiner(bundled_model(), path), searched[:1])
     path.write_bytes(path.read_bytes()[:-20])  # the last line was being written
 
     def read_once(engine: Any, presses: Sequence[Any], ids: Any) -> Any:
@@ -104,10 +104,10 @@ def test_scores_are_known_after_a_kill(
         return read_contexts(engine, presses, ids)
 
     monkeypatch.setattr(scoring, "read_contexts", read_once)
-    assert scores(Examiner(bundled_model(), path), searched[:1]) == known
+    assert scores(Examiner(bundled_model(), path), searched[:1]) == expected
 
 
-def test_a_press_that_fails_is_out_and_says_why(searched: Sequence[Part], tmp_path: Path) -> None:
+def test_a_press_that_fails_is_out_with_its_reason(searched: Sequence[Part], tmp_path: Path) -> None:
     bad = "per_layer_compression(knorm):compression_ratios=(0.5,0.5)"  # the model has four layers
     examiner = Examiner(bundled_model(), tmp_path / "scores.jsonl")
     context = searched[0].contexts[0]
@@ -120,7 +120,7 @@ def test_a_press_that_fails_is_out_and_says_why(searched: Sequence[Part], tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("texts", "expected"),
     [
         (("48", "37", "."), 1.0),
         (("48", "37", "5"), 0.0),  # the number goes on
@@ -130,7 +130,7 @@ def test_a_press_that_fails_is_out_and_says_why(searched: Sequence[Part], tmp_pa
         (("12", "37", "."), 0.0),
     ],
 )
-def test_what_the_likeliest_tokens_decide(said: tuple[str, ...], expected: float | None, tmp_path: Path) -> None:
+def test_the_likeliest_tokens_decide_the_score(texts: tuple[str, ...], expected: float | None, tmp_path: Path) -> None:
     engine = bundled_model()
 
     def token(text: str) -> int:
@@ -141,7 +141,7 @@ def test_what_the_likeliest_tokens_decide(said: tuple[str, ...], expected: float
     item = Item("one", "task", 0, Prompt([1], [5], ""), Query("", "", ("4837",), "prefix"), 8)
     examiner = Examiner(engine, tmp_path / "scores.jsonl")
     examiner.remember([{"sample": "none | one", "press": "none", "score": 0.0, "ids": [5, 5]}])
-    assert examiner._decide(item, [token(text) for text in said], [token("48"), token("37")]) == expected
+    assert examiner._decide(item, [token(text) for text in texts], [token("48"), token("37")]) == expected
     assert examiner._decide(item, [2, 2, 2], [token("48"), token("37")]) == 0.0  # the answer ended before it began
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compositions are held to a size, and impossible limits are refused with the smallest that is possible."""
+"""Compositions meet a size, and impossible limits are refused with the smallest possible one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_ratio_meets_a_factor(template: Template, smaller: float) -> None:
 
 
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda template: template.label)
-def test_real_contexts_hold_what_was_solved_for(template: Template) -> None:
+def test_real_contexts_take_the_solved_size(template: Template) -> None:
     limit = Limit(GEOMETRY, (500,), smaller=8.0)
     spec = solve(template, limit)
     assert spec is not None
@@ -48,13 +48,13 @@ def test_real_contexts_hold_what_was_solved_for(template: Template) -> None:
 
 
 def test_memory_is_met_by_a_budget_at_any_time() -> None:
-    whole = plan(kvpress.get_press("none"), GEOMETRY, 4096).total_bytes
-    limit = Limit(GEOMETRY, (4096,), bytes=int(0.4 * whole))
+    full_bytes = plan(kvpress.get_press("none"), GEOMETRY, 4096).total_bytes
+    limit = Limit(GEOMETRY, (4096,), bytes=int(0.4 * full_bytes))
     spec = solve(Template("knorm"), limit)
     assert spec is not None
     assert "budget" in spec
     planned = plan(kvpress.get_press(spec), GEOMETRY, 4096)
-    assert 0.35 * whole < planned.peak_bytes <= 0.4 * whole
+    assert 0.35 * full_bytes < planned.peak_bytes <= 0.4 * full_bytes
     assert planned.total_bytes < planned.peak_bytes
 
 
@@ -65,11 +65,11 @@ def test_memory_is_met_by_a_budget_at_any_time() -> None:
         ((128, 896), "the cache may hold 102.4 KiB of a context of 128 to 896 tokens, on average: 10x smaller"),
     ],
 )
-def test_what_is_said_of_a_factor(lengths: tuple[int, ...], line: str) -> None:
+def test_the_line_about_a_factor(lengths: tuple[int, ...], line: str) -> None:
     assert Limit(GEOMETRY, lengths, smaller=10.0).line == line
 
 
-def test_what_fits_is_left_whole() -> None:
+def test_a_cache_that_fits_is_not_compressed() -> None:
     limit = Limit(GEOMETRY, (1024,), smaller=3.0)
     assert solve(Template("knorm", codec="kivi:bits=4,residual_length=0"), limit) == "kivi:bits=4,residual_length=0"
     assert solve(Template(NOTHING, codec="kivi:bits=8,residual_length=0"), limit) is None

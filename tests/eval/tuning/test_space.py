@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The space is what the registry offers, and points cover it."""
+"""The space lists the registered presses, and points cover it."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ def space() -> Space:
 @pytest.mark.parametrize("entry", kvpress.list_presses(), ids=lambda entry: entry.name)
 def test_every_press_is_where_it_belongs(space: Space, entry: Entry) -> None:
     axes = {"evict": space.evict, "wrapper": space.wrapper, "codec": space.codec, "whole": space.whole}
-    found = {axis for axis, specs in axes.items() for spec in specs if re.split(r"[:(]", spec)[0] == entry.name}
+    offering_axes = {axis for axis, specs in axes.items() for spec in specs if re.split(r"[:(]", spec)[0] == entry.name}
     if entry.needs or entry.role in ("baseline", "schedule", "select", "prefill"):
-        assert not found
+        assert not offering_axes
     else:
         press = kvpress.get_press(entry.example)
         if hasattr(press, SMALLER):
-            assert found == {"whole"}
+            assert offering_axes == {"whole"}
         elif isinstance(press, WrapperPress):
-            assert found == {"wrapper"}
+            assert offering_axes == {"wrapper"}
         elif entry.role == "quantise":
-            assert found == {"codec"}
-        elif isinstance(press, kvpress.BudgetPress) and entry.name != "shotkv":  # which is told where shots begin
-            assert found == {"evict"}
+            assert offering_axes == {"codec"}
+        elif isinstance(press, kvpress.BudgetPress) and entry.name != "shotkv":  # it needs the separator of its shots
+            assert offering_axes == {"evict"}
 
 
-def test_what_keeps_to_no_ratio_is_left_out(space: Space) -> None:
+def test_presses_that_keep_to_no_ratio_are_left_out(space: Space) -> None:
     names = {spec.partition(":")[0] for specs in space.axes.values() for spec in specs}
     assert not names & {"per_layer_compression", "simlayerkv", "duo_attention", "quest", "decoding", "cq", "composed"}
 
@@ -65,7 +65,7 @@ def test_a_press_joins_by_its_registration() -> None:
     @kvpress.register("tuned_by_size", "evict", example="tuned_by_size:smaller=20,sinks=2")
     @dataclass
     class BySize(BasePress):
-        """Knows its size."""
+        """Press with a size setting."""
 
         smaller: float = 4.0
         sinks: int = 4
@@ -73,7 +73,7 @@ def test_a_press_joins_by_its_registration() -> None:
     @kvpress.register("half_of", "budget", example="half_of(knorm:0.5):share=0.25")
     @dataclass
     class HalfOf(WrapperPress):
-        """Wraps."""
+        """Wrapper with a setting."""
 
         share: float = 0.5
 
@@ -83,7 +83,7 @@ def test_a_press_joins_by_its_registration() -> None:
     @kvpress.register("coded", "quantise", example="coded:bits=2,sinks=1")
     @dataclass
     class Coded(BasePress):
-        """Stores."""
+        """Codec with settings."""
 
         bits: int = 4
         sinks: int = 0
@@ -96,7 +96,7 @@ def test_a_press_joins_by_its_registration() -> None:
     assert space.template({**point, "codec": "kivi"}).codec == "kivi:bits=3,residual_length=32"
     assert [spec for spec in space.whole if "tuned_by_size" in spec] == ["tuned_by_size", "tuned_by_size:sinks=2"]
     assert [spec for spec in space.wrapper if "half_of" in spec] == ["half_of", "half_of:share=0.25"]
-    (plain, example) = (one for one in space.recipes() if "tuned_by_size" in one.evict)
+    (plain, example) = (recipe for recipe in space.recipes() if "tuned_by_size" in recipe.evict)
     assert plain.build(SMALLER, 8.0) == BySize(8.0)
     assert example.build(SMALLER, 8.0) == BySize(8.0, sinks=2)
     wrapped = Template("snapkv", "half_of:share=0.25").build(RATIO, 0.75)

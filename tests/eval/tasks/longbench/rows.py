@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows as LongBench publishes them, and the tasks and cells that are made of them."""
+"""Rows as LongBench publishes them, and tasks and cells made of them."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def choice(number: int, **fields: Any) -> dict[str, Any]:
 
 
 def expand(name: str, folder: Path | None, *lengths: int) -> list[Source]:
-    """The tasks that a name stands for, one per length in tokens (default 512)."""
+    """Return the tasks of a name, one per length in tokens (default 512)."""
     return expand_tasks(RunConfig(tasks=(name,), lengths=lengths or (512,), data_dir=folder))
 
 
 def only(name: str, folder: Path, tokenizer: PreTrainedTokenizerBase, length: int = 4096) -> list[Sample]:
-    """The samples of the one task that a name stands for."""
+    """Return the samples of the only task of a name."""
     (task,) = expand(name, folder, length)
     samples = task.make(tokenizer)
     assert [sample.id for sample in samples] == task.ids

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of LongBench are read as published; what is damaged or missing is named."""
+"""Rows of LongBench are read as published; damaged or missing files are named."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_version_2_is_one_array_as_published(data: Path) -> None:
         expand("longbench-v2", data)
 
 
-def test_a_missing_file_says_what_to_place_where(tmp_path: Path) -> None:
+def test_the_error_of_a_missing_file_names_the_file_and_its_place(tmp_path: Path) -> None:
     with pytest.raises(DataError) as error:
         expand("longbench:qasper", tmp_path)
     message = str(error.value)
@@ -67,7 +67,7 @@ def test_a_missing_file_says_what_to_place_where(tmp_path: Path) -> None:
     assert "_id, context, input, answers, length, all_classes" in message
 
 
-def test_without_network_the_message_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_network_the_message_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(url: str, timeout: float) -> None:
         assert url.startswith("https://huggingface.co/datasets/zai-org/LongBench-v2/resolve/2b48e494")
         raise OfflineModeIsEnabled("offline\nand more")

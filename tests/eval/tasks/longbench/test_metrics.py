@@ -61,7 +61,7 @@ def test_rouge_of_one_sentence_against_every_subsequence() -> None:
         ("w1 w2 w6 w7 w8.w1 w3 w8 w9 w5", "w1 w2 w3 w4 w5", 4 / 8, 4 / 5),
         ("a a a b", "a b", 1, 1),  # words are counted once
         ("a b.", "a b", 1, 1),
-        ("a b. ", "a b", 2 / 3, 1),  # what follows the last stop is a sentence of one empty word
+        ("a b. ", "a b", 2 / 3, 1),  # the text after the last stop is a sentence of one empty word
         ("A b", "a b", 1 / 2, 1 / 2),
         ("a,b", "a b", 0, 0),
         ("b a", "a b", 1 / 2, 1 / 2),

@@ -23,7 +23,7 @@ def test_every_subset_has_a_form() -> None:
 
 
 @pytest.mark.parametrize(
-    ("subset", "said"),
+    ("subset", "phrases"),
     [
         ("qasper", ('"yes"', '"no"', '"unanswerable"')),
         ("hotpotqa", ("the answer alone",)),
@@ -35,17 +35,17 @@ def test_every_subset_has_a_form() -> None:
         ("passage_retrieval_zh", ("段落12",)),
     ],
 )
-def test_the_form_that_the_metric_needs_is_said(subset: str, said: tuple[str, ...]) -> None:
-    assert all(words in FORMS[subset].template for words in said)
+def test_prompts_name_the_form_that_the_metric_needs(subset: str, phrases: tuple[str, ...]) -> None:
+    assert all(words in FORMS[subset].template for words in phrases)
 
 
-def test_categories_average_what_ran_in_full() -> None:
+def test_categories_average_complete_subsets() -> None:
     scores: dict[str, float | None] = {"longbench:lcc": 0.2, "longbench:repobench-p": 0.4, "longbench:qasper": 0.5}
     assert averages(scores) == {"longbench en code": pytest.approx(0.3), "longbench zh code": pytest.approx(0.3)}
-    every = {f"longbench:{subset}": 0.5 for subset in FORMS} | scores
-    found = averages(every)
-    assert len(found) == 14
+    all_scores = {f"longbench:{subset}": 0.5 for subset in FORMS} | scores
+    category_averages = averages(all_scores)
+    assert len(category_averages) == 14
     # Six categories weigh the same, however many subsets they have.
-    assert found["longbench en"] == pytest.approx((5 * 0.5 + 0.3) / 6)
-    assert averages(every | {"longbench:trec": None})["longbench en"] is None
+    assert category_averages["longbench en"] == pytest.approx((5 * 0.5 + 0.3) / 6)
+    assert averages(all_scores | {"longbench:trec": None})["longbench en"] is None
     assert averages({"vt": 1.0}) == {}

@@ -28,7 +28,7 @@ from tests.eval.jsonl import write_lines
 from tests.eval.tasks.longbench.rows import cell_ids, expand, only, question
 
 
-def test_a_context_is_split_from_what_is_asked(data: Path, byte_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_context_is_split_from_its_question(data: Path, byte_tokenizer: PreTrainedTokenizerBase) -> None:
     (sample,) = only("longbench:hotpotqa", data, byte_tokenizer)
     assert sample.context.startswith("Find the answer to a question in the passages.")
     assert sample.context.endswith("\nPassages:\n" + question(0)["context"])
@@ -51,9 +51,9 @@ def test_few_shot_prompts_stay_out_of_the_chat_template(data: Path, byte_tokeniz
         for name, chat in (("trec", False), ("hotpotqa", True)):
             sample = only(f"longbench:{name}", data, byte_tokenizer)[0]
             prompt = make_prompt(byte_tokenizer, sample, question_aware=False)
-            whole = byte_tokenizer.decode(prompt.first + prompt.second)
+            text = byte_tokenizer.decode(prompt.first + prompt.second)
             plain = sample.context + sample.query.question
-            assert whole == (f"<user>{plain}</user>" if chat else plain)
+            assert text == (f"<user>{plain}</user>" if chat else plain)
     finally:
         byte_tokenizer.chat_template = None
 
@@ -75,12 +75,12 @@ def test_long_prompts_lose_their_middle(byte_tokenizer: PreTrainedTokenizerBase)
 
 
 def test_samples_never_exceed_the_length(data: Path, reference_tokenizer: PreTrainedTokenizerBase) -> None:
-    whole = only("longbench:trec", data, reference_tokenizer)[0]
-    longest = len(reference_tokenizer(whole.context + whole.query.question)["input_ids"]) - 20
+    full_sample = only("longbench:trec", data, reference_tokenizer)[0]
+    longest = len(reference_tokenizer(full_sample.context + full_sample.query.question)["input_ids"]) - 20
     short = only("longbench:trec", data, reference_tokenizer, longest)[0]
     tokens = len(reference_tokenizer(short.context + short.query.question)["input_ids"])
     assert longest - 5 <= tokens <= longest
-    assert short.query.question == whole.query.question
+    assert short.query.question == full_sample.query.question
 
 
 def test_metrics_know_their_subset(data: Path, byte_tokenizer: PreTrainedTokenizerBase) -> None:
@@ -137,7 +137,7 @@ def test_a_misspelt_name_is_refused(name: str, hint: str) -> None:
         load_config(None, {"tasks": (name,)})
 
 
-def test_lengths_are_asked_for(data: Path) -> None:
+def test_lengths_are_required(data: Path) -> None:
     with pytest.raises(ConfigError, match="longbench:trec needs lengths"):
         expand_tasks(RunConfig(tasks=("longbench:trec",), data_dir=data))
 
@@ -203,15 +203,15 @@ def test_a_stopped_run_continues(
 ) -> None:
     run(tiny(samples=1), quiet)
     continued = run(tiny(), quiet)
-    whole = tiny(out=tmp_path / "whole")
-    run(whole, quiet)
+    undisturbed = tiny(out=tmp_path / "whole")
+    run(undisturbed, quiet)
     assert continued.exit_code == 0
-    assert content(tiny()) == content(whole)
+    assert content(tiny()) == content(undisturbed)
     monkeypatch.setattr(job, "read_contexts", None)
     assert run(tiny(), quiet).exit_code == 0
 
 
-def test_a_question_aware_run_shows_what_it_kept(tiny: Callable[..., RunConfig], quiet: Console) -> None:
+def test_a_question_aware_run_shows_its_kept_tokens(tiny: Callable[..., RunConfig], quiet: Console) -> None:
     config = tiny(question_aware=True, samples=1, max_new_tokens=4)
     result = run(config, quiet)
     assert result.exit_code == 0

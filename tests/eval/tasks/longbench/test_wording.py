@@ -58,7 +58,7 @@ def test_a_cell_is_named_by_the_wording(data: Path) -> None:
     config = RunConfig(tasks=("longbench:trec", "longbench-v2"), lengths=(512,), data_dir=data)
     assert (wording("longbench:trec"), wording("longbench-v2")) == ("kvpress", "kvpress")
     ours = cell_ids(config)
-    # Even the same words: the cell says which file they are from.
+    # The cell names the file of the wording, even where its words are the same.
     published(data, trec=FORMS["trec"].template)
     (data / "longbench-v2-prompt.txt").write_text(VERSION_2)
     theirs = cell_ids(config)
