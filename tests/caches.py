@@ -53,7 +53,7 @@ def reachable(root: Any, skip: tuple[type, ...] | type = ()) -> list[Tensor]:
 
     Neither do operands: those that segments keep name what these hold, and constants of the process.
     """
-    found, seen, stack = [], set(), [root]
+    tensors, seen, stack = [], set(), [root]
     leaves = (type, torch.dtype, torch.device, str, int, float, kernels.Rows, skip)
     while stack:
         item = stack.pop()
@@ -61,7 +61,7 @@ def reachable(root: Any, skip: tuple[type, ...] | type = ()) -> list[Tensor]:
             continue
         seen.add(id(item))
         if isinstance(item, Tensor):
-            found.append(item)
+            tensors.append(item)
         elif isinstance(item, dict):
             stack += item.values()
         elif isinstance(item, (list, tuple, set, frozenset)):
@@ -69,4 +69,4 @@ def reachable(root: Any, skip: tuple[type, ...] | type = ()) -> list[Tensor]:
         else:
             stack += getattr(item, "__dict__", {}).values()
             stack += [getattr(item, name) for name in getattr(type(item), "__slots__", ()) if hasattr(item, name)]
-    return found
+    return tensors

@@ -62,9 +62,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 @cache
-def tiny_model(family: str, implementation: str = "sdpa", seed: int = 0, **other: Any) -> Any:
+def tiny_model(family: str, implementation: str = "sdpa", seed: int = 0, **overrides: Any) -> Any:
     """A random model of a family, float32, in evaluation mode; `other` settings of its configuration."""
-    settings = {**COMMON, **FAMILIES[family], **other}
+    settings = {**COMMON, **FAMILIES[family], **overrides}
     config = CONFIG_MAPPING[family](**settings)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=torch.float32)

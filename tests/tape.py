@@ -130,13 +130,13 @@ def generate(model: Any, ids: Tensor, mask: Tensor | None, **settings: Any) -> A
     return model.generate(ids, attention_mask=mask, **settings)
 
 
-def assert_same_caches(found: Any, expected: Any) -> None:
-    for ours, theirs in zip(found.layers, expected.layers, strict=True):
+def assert_same_caches(actual: Any, expected: Any) -> None:
+    for ours, theirs in zip(actual.layers, expected.layers, strict=True):
         assert ours.store.stored() == theirs.store.stored()
-        for part, other in zip(
+        for part, twin in zip(
             [*ours.store.segments, ours.store.open_segment(None)],
             [*theirs.store.segments, theirs.store.open_segment(None)],
             strict=True,
         ):
-            assert torch.equal(part.slots(), other.slots())
-            assert all(map(torch.equal, part.read(slice(None)), other.read(slice(None))))
+            assert torch.equal(part.slots(), twin.slots())
+            assert all(map(torch.equal, part.read(slice(None)), twin.read(slice(None))))

@@ -56,10 +56,10 @@ def candidates(kind: str, family: str) -> dict[str, Any]:
     return {"assistant_model": assistant}
 
 
-def alike(found: Any, expected: Any) -> None:
-    assert torch.equal(found.sequences, expected.sequences)
-    assert found.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
-    assert positions(found.past_key_values) == positions(expected.past_key_values)
+def alike(output: Any, expected: Any) -> None:
+    assert torch.equal(output.sequences, expected.sequences)
+    assert output.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
+    assert positions(output.past_key_values) == positions(expected.past_key_values)
 
 
 @pytest.mark.parametrize(
@@ -71,10 +71,10 @@ def test_the_same_tokens_and_the_same_cache(family: str, name: str, kind: str) -
     model, press = model_of(family, "float32"), kvpress.get_press(SPECS[name])
     with press(model):
         expected = generate(model, PROMPT, max_new_tokens=NEW)
-        found = generate(model, PROMPT, max_new_tokens=NEW, **candidates(kind, family))
-    alike(found, expected)
-    assert not any(getattr(layer, "record_past", False) for layer in found.past_key_values.layers)
-    assert not any("rollback" in layer.components for layer in kvpress.memory_report(found.past_key_values).layers)
+        output = generate(model, PROMPT, max_new_tokens=NEW, **candidates(kind, family))
+    alike(output, expected)
+    assert not any(getattr(layer, "record_past", False) for layer in output.past_key_values.layers)
+    assert not any("rollback" in layer.components for layer in kvpress.memory_report(output.past_key_values).layers)
 
 
 @pytest.mark.parametrize("name", ["window", "kivi"])
@@ -126,11 +126,11 @@ def test_an_assistant_may_be_compressed_too(spec: str) -> None:
 
     handle = assistant.model.register_forward_pre_hook(note, with_kwargs=True)
     with press(model) as session, kvpress.get_press(spec)(assistant) as helping:
-        found = generate(model, PROMPT, max_new_tokens=NEW, assistant_model=assistant)
-        assert session.cache is found.past_key_values
+        output = generate(model, PROMPT, max_new_tokens=NEW, assistant_model=assistant)
+        assert session.cache is output.past_key_values
         assert helping.cache is used[-1]
     handle.remove()
-    alike(found, expected)
+    alike(output, expected)
     assert len({id(cache) for cache in used}) == 1
     report = kvpress.memory_report(used[-1])
     assert report.kept < report.seen or spec.startswith("kivi")
@@ -140,8 +140,8 @@ def test_sampling_with_the_model_itself_as_assistant() -> None:
     model, press = model_of("llama", "float32"), kvpress.get_press("snapkv:0.5,window_size=4")
     torch.manual_seed(0)
     with press(model):
-        found = generate(model, PROMPT, max_new_tokens=NEW, do_sample=True, assistant_model=copy.deepcopy(model))
-    assert found.past_key_values.get_seq_length() == found.sequences.shape[1] - 1
+        output = generate(model, PROMPT, max_new_tokens=NEW, do_sample=True, assistant_model=copy.deepcopy(model))
+    assert output.past_key_values.get_seq_length() == output.sequences.shape[1] - 1
 
 
 def test_hidden_states_of_every_token() -> None:
@@ -149,12 +149,12 @@ def test_hidden_states_of_every_token() -> None:
     settings = {"max_new_tokens": 9, "output_hidden_states": True}
     with press(model):
         expected = generate(model, PROMPT, **settings)
-        found = generate(model, PROMPT, prompt_lookup_num_tokens=5, **settings)
+        assisted = generate(model, PROMPT, prompt_lookup_num_tokens=5, **settings)
 
     def newest(output: Any) -> Tensor:
         return torch.stack([step[-1][0, -1] for step in output.hidden_states[1:]])
 
-    torch.testing.assert_close(newest(found)[-8:], newest(expected)[-8:], atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(newest(assisted)[-8:], newest(expected)[-8:], atol=2e-3, rtol=2e-3)
 
 
 def test_what_cannot_be_read_in_parts_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,9 +27,9 @@ def test_those_of_a_prompt_are_the_models_own(spec: str, family: str, padded: bo
     settings = {"attention_mask": mask, "position_ids": position_ids(mask), "output_attentions": True}
     expected = model(ids, past_key_values=DynamicCache(config=model.config), **settings).attentions
     with kvpress.get_press(spec)(model):
-        found = model(ids, past_key_values=DynamicCache(config=model.config), **settings).attentions
-    for layer, own in zip(found, expected, strict=True):
-        torch.testing.assert_close(layer * mask[:, None, :, None], own * mask[:, None, :, None])
+        weights = model(ids, past_key_values=DynamicCache(config=model.config), **settings).attentions
+    for layer, reference in zip(weights, expected, strict=True):
+        torch.testing.assert_close(layer * mask[:, None, :, None], reference * mask[:, None, :, None])
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_oss"])
@@ -39,19 +39,19 @@ def test_those_of_later_tokens_are_on_the_pairs_that_are_stored(spec: str, famil
     model, ids, press = tiny_model(family, "eager"), tokens(2, 20), kvpress.get_press(spec)
     with press(model):
         expected = model.generate(ids, **SETTINGS)
-        found = model.generate(ids, **SETTINGS, output_attentions=True)
-    assert torch.equal(found.sequences, expected.sequences)
-    assert len(found.attentions) == 5
+        output = model.generate(ids, **SETTINGS, output_attentions=True)
+    assert torch.equal(output.sequences, expected.sequences)
+    assert len(output.attentions) == 5
     first = full_layers(model)[0]  # its queries and keys depend on nothing that is evicted
-    kept, newest = positions(found.past_key_values)[first], found.attentions[-1][first]
-    whole = model(found.sequences[:, :-1], output_attentions=True).attentions[first][:, :, -1:]
+    kept, newest = positions(output.past_key_values)[first], output.attentions[-1][first]
+    full = model(output.sequences[:, :-1], output_attentions=True).attentions[first][:, :, -1:]
     assert newest.shape[-1] == len(kept[0][0])
     for row in range(2):
         for head in range(newest.shape[1]):
             at = kept[row][head // 2]
-            among = whole[row, head, 0, at]
+            reference = full[row, head, 0, at]
             found_here = newest[row, head, 0]
-            torch.testing.assert_close(found_here / found_here.sum(), among / among.sum(), atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(found_here / found_here.sum(), reference / reference.sum(), atol=1e-5, rtol=1e-4)
 
 
 def test_those_of_several_later_tokens_are_causal() -> None:
@@ -60,8 +60,8 @@ def test_those_of_several_later_tokens_are_causal() -> None:
     with kvpress.KnormPress(0.5)(model):
         model(ids, past_key_values=cache)
     with kvpress.reading(model, kvpress.KnormPress(0.5)):
-        found = model(tokens(1, 3), past_key_values=cache, output_attentions=True).attentions
-    for layer in found:
+        weights = model(tokens(1, 3), past_key_values=cache, output_attentions=True).attentions
+    for layer in weights:
         assert layer.shape == (1, 4, 3, 13)
         assert bool((layer[0, :, 0, 11:] == 0).all())
         assert bool((layer[0, :, 1, 12:] == 0).all())

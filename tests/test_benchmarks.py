@@ -52,10 +52,10 @@ from tests.kernels.compiler import NATIVE, needs_compiler
 
 
 def test_host_time_is_shared_out_between_parts_that_ran() -> None:
-    found = overhead.measure(overhead.build_model(), torch.arange(1, 65)[None], None, rounds=1, tokens=2)
-    assert set(found) == {"no press", *overhead.PRESSES}
+    times = overhead.measure(overhead.build_model(), torch.arange(1, 65)[None], None, rounds=1, tokens=2)
+    assert set(times) == {"no press", *overhead.PRESSES}
     for name in overhead.PRESSES:
-        assert min(found[name][part] for part in overhead.PARTS) > 0
+        assert min(times[name][part] for part in overhead.PARTS) > 0
 
 
 STREAMS = Streams.random([33, 0, 200], 4, 64, torch.bfloat16, gap=5)
@@ -78,8 +78,8 @@ def test_caches_meet_their_reference(cache: Stored) -> None:
     some = STREAMS.sample(4)
     assert some.counts.tolist() == [9, 0, 50]
     for where in (STREAMS.where, some):
-        found, expected = cache.attend(where), cache.reference(where)
-        assert max(gpu_parity.error(f, e) for f, e in zip(found, expected, strict=True)) < 1e-3
+        outputs, expected = cache.attend(where), cache.reference(where)
+        assert max(gpu_parity.error(f, e) for f, e in zip(outputs, expected, strict=True)) < 1e-3
 
 
 def test_selection_reads_the_rows_with_the_best_labels() -> None:
@@ -244,8 +244,8 @@ def test_a_prompt_is_read_under_one_press_and_under_all() -> None:
 def test_the_prefill_of_every_press_is_measured(tmp_path: Path) -> None:
     """Of each that learns something of the model, what it needs is made first and handed on by the right name."""
     named = set(re.findall(r"\w+", " ".join((*prefill.PRESSES, *prefill.others()))))
-    left = [entry for entry in entries() if entry.role != "prefill" and entry.name not in named]
-    assert {entry.example for entry in left} <= set(prefill.others())
+    unnamed = [entry for entry in entries() if entry.role != "prefill" and entry.name not in named]
+    assert {entry.example for entry in unnamed} <= set(prefill.others())
     needing = {entry.name for entry in entries() if entry.needs} - set(re.findall(r"\w+", " ".join(prefill.PRESSES)))
     assert needing <= set(prefill.LEARNED)
     prefill.learn("qfilter", 200, 1, tmp_path / "found")
@@ -275,12 +275,12 @@ def test_the_frontier_compares_presses_that_hold_all_they_may(scorer: str, bits:
     def spec(budget: int) -> str:
         return frontier.plain(scorer, bits, budget) if "(" not in scorer else f"adakv(snapkv:budget={budget})"
 
-    found = frontier.solved(engine, ids, spec, smaller, step)
-    budget = int(found.split("budget=")[1].split(" ")[0].rstrip(")"))
+    solution = frontier.solved(engine, ids, spec, smaller, step)
+    budget = int(solution.split("budget=")[1].split(" ")[0].rstrip(")"))
     assert budget % step == 0
     for more, fits in ((0, True), (step, False)):
-        kept, whole = frontier.held(engine, ids, spec(budget + more))
-        assert (kept * smaller <= whole) == fits
+        kept, uncompressed = frontier.held(engine, ids, spec(budget + more))
+        assert (kept * smaller <= uncompressed) == fits
 
 
 def test_the_frontier_alone_has_a_figure(tmp_path: Path) -> None:
@@ -305,13 +305,13 @@ def test_every_codec_is_in_the_figure_of_all() -> None:
 
 def test_sizes_of_several_results_go_into_one_figure(tmp_path: Path) -> None:
     results = Path("benchmarks/results")
-    both = [results / "frontier.json", results / "frontier_small.json"]
-    whole = frontier.joined(both)
-    assert whole["smaller"] == [2, 5, 10, 20, 50]
-    assert {row["size"] for row in whole["rows"] if row["family"] == "frontier"} == set(whole["smaller"])
-    assert frontier.joined([both[1], *both])["rows"] == whole["rows"]
+    paths = [results / "frontier.json", results / "frontier_small.json"]
+    joined = frontier.joined(paths)
+    assert joined["smaller"] == [2, 5, 10, 20, 50]
+    assert {row["size"] for row in joined["rows"] if row["family"] == "frontier"} == set(joined["smaller"])
+    assert frontier.joined([paths[1], *paths])["rows"] == joined["rows"]
     with pytest.raises(ValueError, match="not of one length"):
-        frontier.joined([both[0], results / "frontier_2048.json"])
+        frontier.joined([paths[0], results / "frontier_2048.json"])
 
 
 def test_ours_is_measured_and_said_to_be_alone_without_openvino(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,8 +319,8 @@ def test_ours_is_measured_and_said_to_be_alone_without_openvino(monkeypatch: pyt
     *rows, missing = openvino_prefill.measured("local", 1024, threads=1, rounds=1)
     assert missing["name"] == "OpenVINO"
     assert "openvino" in missing["failed"]
-    whole, *ours = rows
-    assert (whole["name"], whole["error"], whole["times"]) == ("torch", 0, 1)
+    baseline, *ours = rows
+    assert (baseline["name"], baseline["error"], baseline["times"]) == ("torch", 0, 1)
     assert [row["threshold"] for row in ours] == [0.8, 0.5, 0.2]
     assert ours[0]["error"] < ours[1]["error"] < ours[2]["error"] < 2
     assert 1 > ours[0]["density"] >= ours[1]["density"] >= ours[2]["density"] > 0.1

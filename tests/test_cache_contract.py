@@ -99,8 +99,8 @@ def untouched(name: str) -> Tensor:
     return filled(name).peek(NEW)
 
 
-def close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+def close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
 @every_storage
@@ -131,18 +131,18 @@ def test_update_is_that_of_a_dynamic_layer_while_nothing_is_compressed() -> None
     ours, stock = PressLayer(), DynamicLayer()
     for n in (5, 1, 1, 3, 40):
         keys, values = torch.randn(2, 3, n, 8), torch.randn(2, 3, n, 8)
-        for found, expected in zip(ours.update(keys, values), stock.update(keys, values), strict=True):
-            assert torch.equal(found, expected)
+        for actual, expected in zip(ours.update(keys, values), stock.update(keys, values), strict=True):
+            assert torch.equal(actual, expected)
     assert torch.equal(ours.keys, stock.keys)
     assert ours.get_seq_length() == stock.get_seq_length() == 50
 
 
 def test_update_does_not_alias_what_the_model_may_write_to() -> None:
     layer = PressLayer()
-    whole = torch.randn(1, 2, 9, 8)
-    layer.update(whole[:, :, :4], whole[:, :, :4])
+    source = torch.randn(1, 2, 9, 8)
+    layer.update(source[:, :, :4], source[:, :, :4])
     before = layer.keys.clone()
-    whole.zero_()
+    source.zero_()
     assert torch.equal(layer.keys, before)
 
 

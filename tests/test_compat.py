@@ -94,8 +94,8 @@ def test_a_users_scorer_never_sees_padding() -> None:
     ids, mask = padded_batch([41, 17])
     together = kvpress.kept_positions(run(QueryPress(0.5), ids, mask))
     alone = kvpress.kept_positions(run(QueryPress(0.5), ids[1:, -17:]))
-    for layer, own in zip(together, alone, strict=True):
-        for head, kept in zip(layer[1], own[0], strict=True):
+    for layer, single in zip(together, alone, strict=True):
+        for head, kept in zip(layer[1], single[0], strict=True):
             assert torch.equal(head - 24, kept)
 
 
@@ -205,11 +205,11 @@ SIGNATURES: dict[str, tuple[tuple[str, Any], ...]] = {
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_constructors_have_the_order_and_the_defaults_of_the_peer(name: str) -> None:
     kind, arguments = getattr(kvpress, name), SIGNATURES[name]
-    given = [value for _, value in arguments]
+    values = [value for _, value in arguments]
     required = {argument: value for argument, value in arguments if argument in ("press", "base_press")}
-    assert kind(*given) == kind(**dict(arguments)) == kind(**required)
+    assert kind(*values) == kind(**dict(arguments)) == kind(**required)
     for argument, value in arguments:
-        assert argument == "compression_ratio" or getattr(kind(*given), argument) == value
+        assert argument == "compression_ratio" or getattr(kind(*values), argument) == value
 
 
 def test_attributes_that_its_evaluation_sets() -> None:
@@ -247,9 +247,9 @@ def test_the_names_of_its_attention_patch() -> None:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_modules_of_the_peer_can_be_imported(module: str) -> None:
-    found = importlib.import_module(f"kvpress.presses.{module}")
-    assert getattr(kvpress.presses, module) is found
-    assert found.BasePress is BasePress
+    imported = importlib.import_module(f"kvpress.presses.{module}")
+    assert getattr(kvpress.presses, module) is imported
+    assert imported.BasePress is BasePress
     with pytest.raises(ImportError, match="cannot import name 'NoSuchPress'"):
         exec(f"from kvpress.presses.{module} import NoSuchPress")  # noqa: S102 - our own text
 
@@ -292,19 +292,19 @@ def test_a_wrapper_with_scores_counts_as_a_scorer() -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "olmo2", "smollm3"])
 def test_vectors_before_the_rotary_embedding_are_the_models_own(family: str) -> None:
     """They are unrotated where the rotary embedding has no angle: for the first token, and at any place in one of them."""
-    model, found = tiny_model(family), {}
+    model, by_layer = tiny_model(family), {}
 
     class Asking(BasePress):
         def compress(self, module, hidden_states, keys, values, attentions, kwargs):
             queries = get_prerope_query_states(module, hidden_states)
-            found[module.layer_idx] = queries, get_prerope_key_states(module, hidden_states), keys
+            by_layer[module.layer_idx] = queries, get_prerope_key_states(module, hidden_states), keys
             alone = [get_prerope_key_states(module, hidden_states[:, i : i + 1]) for i in range(6)]
-            torch.testing.assert_close(torch.cat(alone, dim=2), found[module.layer_idx][1], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(torch.cat(alone, dim=2), by_layer[module.layer_idx][1], atol=1e-5, rtol=1e-5)
             return keys, values
 
     with Asking()(model):
         model(tokens(2, 6), past_key_values=DynamicCache())
-    for queries, keys, stored in found.values():
+    for queries, keys, stored in by_layer.values():
         assert queries.shape == (2, 4, *keys.shape[2:])
         torch.testing.assert_close(keys[:, :, 0], stored[:, :, 0])
         torch.testing.assert_close(keys.norm(dim=-1), stored.norm(dim=-1))

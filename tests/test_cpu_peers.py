@@ -98,7 +98,7 @@ def test_codes_of_a_channel_lie_within_half_a_step(bits: int) -> None:
 
 
 def row(name: str, ms: float, bits: float | None = 4, level: str | None = None, **more: Any) -> dict[str, Any]:
-    found = {
+    record = {
         "part": "layer",
         "tokens": 64,
         "name": name,
@@ -107,7 +107,7 @@ def row(name: str, ms: float, bits: float | None = 4, level: str | None = None, 
         "cache_mib": 2.0,
         "peak_mib": 9.0,
     }
-    return found | {"min_ms": ms, "median_ms": ms} | more
+    return record | {"min_ms": ms, "median_ms": ms} | more
 
 
 def test_the_fastest_of_ours_is_compared_with_the_fastest_peer_of_as_many_bits() -> None:

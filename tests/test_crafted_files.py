@@ -59,24 +59,24 @@ def places(tree: Any) -> Iterator[tuple[Any, Any]]:
         yield from places(value)
 
 
-def mutated(tree: Tree, drawn: random.Random) -> Tree:
+def mutated(tree: Tree, rng: random.Random) -> Tree:
     """Change one value of a tree: another one, one that is near, one from elsewhere, or none."""
     tree = copy.deepcopy(tree)
-    known = [place for name in ("table", *INNER) for place in places(tree[name])]
-    holder, key = drawn.choice(known)
+    fields = [place for name in ("table", *INNER) for place in places(tree[name])]
+    holder, key = rng.choice(fields)
     value = holder[key]
-    kind = drawn.randrange(5)
+    kind = rng.randrange(5)
     if kind == 0 and isinstance(value, (int, float)):
-        holder[key] = value + drawn.choice((-1, 1, 8, -value, value, 2**31))
+        holder[key] = value + rng.choice((-1, 1, 8, -value, value, 2**31))
     elif kind == 1:
-        other, at = drawn.choice(known)
-        holder[key] = copy.deepcopy(other[at])
+        source, at = rng.choice(fields)
+        holder[key] = copy.deepcopy(source[at])
     elif kind == 2 and isinstance(holder, dict):
         holder[f"{key}x"] = holder.pop(key)
     elif kind == 3:
         del holder[key]
     else:
-        holder[key] = drawn.choice(VALUES)
+        holder[key] = rng.choice(VALUES)
     return tree
 
 
@@ -113,8 +113,8 @@ def attempt(model: Any, spec: str, content: bytes, path: Path) -> bool:
 def test_random_changes_of_a_header_end_in_a_sentence(seed: int, saved: tuple[Any, str, bytes], tmp_path: Path) -> None:
     """What is accepted changes no length: a pass goes on behind it."""
     model, spec, content = saved
-    drawn, tree = random.Random(seed), taken_apart(content)  # noqa: S311 - the same ones each time
-    refused = [attempt(model, spec, crafted(content, mutated(tree, drawn)), tmp_path / "x.kv") for _ in range(20)]
+    rng, tree = random.Random(seed), taken_apart(content)  # noqa: S311 - the same ones each time
+    refused = [attempt(model, spec, crafted(content, mutated(tree, rng)), tmp_path / "x.kv") for _ in range(20)]
     assert sum(refused) >= 10
     assert not attempt(model, spec, crafted(content, tree), tmp_path / "x.kv")
 
@@ -124,10 +124,10 @@ def set_at(path: str, value: Any) -> Callable[[Tree], None]:
 
     def change(tree: Tree) -> None:
         *before, last = path.split("/")
-        held: Any = tree
+        node: Any = tree
         for key in before:
-            held = held[int(key)] if isinstance(held, list) else held[key]
-        held[int(last) if isinstance(held, list) else last] = value
+            node = node[int(key)] if isinstance(node, list) else node[key]
+        node[int(last) if isinstance(node, list) else last] = value
 
     return change
 

@@ -86,12 +86,12 @@ def test_the_command_notices_that_the_package_is_another_one(package: str, tmp_p
 def test_looking_takes_less_than_a_millisecond_among_hundreds_of_packages(tmp_path: Path) -> None:
     for number in range(600):
         (tmp_path / f"package_{number}-1.0.dist-info").mkdir()
-    taken = []
+    durations = []
     for _ in range(20):
         begun = time.perf_counter()
         kvpress._check_alone(str(tmp_path))
-        taken.append(time.perf_counter() - begun)
-    assert min(taken) < 1e-3
+        durations.append(time.perf_counter() - begun)
+    assert min(durations) < 1e-3
     kvpress._check_alone(str(tmp_path / "archive.zip"))
 
 
@@ -100,10 +100,10 @@ def test_every_page_and_message_names_the_distribution() -> None:
     assert project["name"] == "kvpress-toolkit"
     extras = "|".join(project["optional-dependencies"])
     wrong = re.compile(rf"(?<![\w-])kvpress\[({extras})\b|pip install -?\S*\s?'?kvpress(?!-toolkit)(?!`)\b")
-    found = [
+    mentions = [
         f"{path.relative_to(ROOT)}: {line}"
         for path in PAGES
         for line in path.read_text().splitlines()
         if wrong.search(line)
     ]
-    assert not found
+    assert not mentions

@@ -72,13 +72,13 @@ def test_selectors_patterns_and_schedules_act_otherwise(spec: str, expected: boo
     assert not left_whole(press, 1.0, 99, 100)
 
 
-@pytest.mark.parametrize(("length", "whole"), [(60, True), (200, False)])
-def test_a_codec_leaves_a_short_prompt_whole(length: int, whole: bool) -> None:
+@pytest.mark.parametrize(("length", "stays_dense"), [(60, True), (200, False)])
+def test_a_codec_leaves_a_short_prompt_whole(length: int, stays_dense: bool) -> None:
     press = kvpress.get_press("kivi:bits=4,residual_length=128")
     with press(tiny_model("llama")) as session:
         session.model.generate(tokens(1, length), max_new_tokens=1, do_sample=False)
     report = kvpress.memory_report(session.cache)
-    assert left_whole(press, report.kept / report.seen, report.total_bytes, report.uncompressed_bytes) is whole
+    assert left_whole(press, report.kept / report.seen, report.total_bytes, report.uncompressed_bytes) is stays_dense
 
 
 def test_a_block_warns_once_for_a_press() -> None:
@@ -130,8 +130,8 @@ def test_compress_says_what_it_did_not_do(tmp_path: Path) -> None:
 
 
 def test_plan_marks_what_stays_whole() -> None:
-    given = ["plan", "--model", "reference", "--context", "64", "--press", "kivi:bits=4", "--press", "frontier"]
-    output = runner.invoke(app, given).output
+    arguments = ["plan", "--model", "reference", "--context", "64", "--press", "kivi:bits=4", "--press", "frontier"]
+    output = runner.invoke(app, arguments).output
     assert "kivi:bits=4: nothing is compressed: a codec leaves the newest pairs dense" in output
     assert "frontier names no size, and takes smaller=10" in output
     assert runner.invoke(app, ["plan", "--model", "reference", "--press", "snapkv"]).exit_code == 2

@@ -51,15 +51,15 @@ REFUSALS = {
 
 @pytest.mark.parametrize("kind", SAMPLE)
 def test_works(kind: str) -> None:
-    found = verdict(kind)
-    assert found.verdict == WORKS, found
+    outcome = verdict(kind)
+    assert outcome.verdict == WORKS, outcome
 
 
 @pytest.mark.parametrize("kind", REFUSALS)
 def test_refused_with_the_reason(kind: str) -> None:
-    found = verdict(kind)
-    assert found.verdict == REFUSED
-    assert REFUSALS[kind] in found.reason
+    outcome = verdict(kind)
+    assert outcome.verdict == REFUSED
+    assert REFUSALS[kind] in outcome.reason
 
 
 @pytest.mark.parametrize("kind", ["hrm_text", "rwkv", "mamba"])
@@ -117,22 +117,22 @@ class OtherLayer(DynamicLayer):
 @pytest.mark.parametrize("filled", [True, False])
 def test_other_cache_layers_are_refused(filled: bool) -> None:
     model = tiny_model("llama")
-    other = (
+    foreign = (
         Cache(layers=[OtherLayer() for _ in range(tiny.LAYERS)])
         if filled
         else Cache(layer_class_to_replicate=OtherLayer)
     )
     with kvpress.get_press("knorm:0.5")(model), pytest.raises(NotImplementedError, match="OtherLayer"):
-        model(tokens(1, 8), past_key_values=other)
+        model(tokens(1, 8), past_key_values=foreign)
 
 
 def test_other_cache_layers_stay_as_they_are_without_compression() -> None:
     model, ids = tiny_model("llama"), tokens(1, 8)
-    other = Cache(layers=[OtherLayer() for _ in range(tiny.LAYERS)])
+    foreign = Cache(layers=[OtherLayer() for _ in range(tiny.LAYERS)])
     with kvpress.get_press("none")(model), torch.no_grad():
-        found = torch.cat([model(part, past_key_values=other).logits for part in ids.split(4, dim=1)], dim=1)
-    torch.testing.assert_close(found, model(ids).logits, atol=1e-5, rtol=1e-5)
-    assert type(other.layers[0]) is OtherLayer
+        logits = torch.cat([model(part, past_key_values=foreign).logits for part in ids.split(4, dim=1)], dim=1)
+    torch.testing.assert_close(logits, model(ids).logits, atol=1e-5, rtol=1e-5)
+    assert type(foreign.layers[0]) is OtherLayer
 
 
 def test_a_hybrid_layer_keeps_its_state_when_rows_move() -> None:
@@ -143,8 +143,8 @@ def test_a_hybrid_layer_keeps_its_state_when_rows_move() -> None:
         with kvpress.get_press("none")(model) as session:
             model(ids, past_key_values=DynamicCache(config=model.config))
     order = torch.tensor([2, 0, 0])
-    for held in (stock, session.cache):
-        held.reorder_cache(order)
+    for reordered in (stock, session.cache):
+        reordered.reorder_cache(order)
     for ours, theirs in zip(session.cache.layers, stock.layers, strict=True):
         assert torch.equal(ours.conv_states[0], theirs.conv_states[0])
         assert torch.equal(ours.keys, theirs.keys)

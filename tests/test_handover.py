@@ -34,10 +34,10 @@ def follow(model: Any, press: Any, cache: Any, steps: int = 6) -> Tensor:
         return torch.cat([model(tokens(2, 1, t), past_key_values=cache).logits for t in range(steps)], dim=1)
 
 
-def sent(model: Any, cache: Any, **given: Any) -> bytes:
+def sent(model: Any, cache: Any, **options: Any) -> bytes:
     """The bytes of a cache."""
     stream = io.BytesIO()
-    assert kvpress.send(cache, stream, model, **given) == stream.tell()
+    assert kvpress.send(cache, stream, model, **options) == stream.tell()
     return stream.getvalue()
 
 
@@ -58,16 +58,16 @@ def test_another_process_generates_from_what_one_has_read(family: str, spec: str
     theirs.close()
     cache = kvpress.receive(ours, model, wait=wait)
     ids, mask = padded_batch([60, 37])
-    asked = torch.cat([ids, tokens(2, 5, seed=9)], dim=1)
+    sequence = torch.cat([ids, tokens(2, 5, seed=9)], dim=1)
     full = torch.cat([mask, mask.new_ones(2, 5)], dim=1)
-    found = []
-    for held in (cache, prefill(model, press, ids, mask)):
+    outputs = []
+    for source in (cache, prefill(model, press, ids, mask)):
         with kvpress.reading(model, press):
-            found.append(generate(model, asked, full, past_key_values=held, output_logits=True))
+            outputs.append(generate(model, sequence, full, past_key_values=source, output_logits=True))
     process.join(timeout=60)
     assert process.exitcode == 0
-    assert torch.equal(found[0].sequences, found[1].sequences)
-    assert all(map(torch.equal, found[0].logits, found[1].logits))
+    assert torch.equal(outputs[0].sequences, outputs[1].sequences)
+    assert all(map(torch.equal, outputs[0].logits, outputs[1].logits))
     assert ours.recv(1) == b""
 
 
@@ -127,9 +127,9 @@ def test_layers_are_read_while_others_are_on_their_way(family: str) -> None:
     stream = Gated(content, end_of_layer(content, first))
     received = kvpress.receive(stream, model, wait=False)
     with noticed(model.model.layers[first], stream.gate):  # or the transfer never goes on
-        found = follow(model, press, received)
-    assert torch.equal(found, follow(model, press, cache))
-    assert [type(one) for one in received.layers] == [type(one) for one in cache.layers]
+        logits = follow(model, press, received)
+    assert torch.equal(logits, follow(model, press, cache))
+    assert [type(loaded) for loaded in received.layers] == [type(loaded) for loaded in cache.layers]
     assert all("_transfer" not in vars(layer) for layer in received.layers)
 
 
@@ -162,8 +162,8 @@ def test_a_transfer_that_is_aborted_leaves_nothing_at_the_receiver() -> None:
     assert gone() is None
     assert not [thread for thread in threading.enumerate() if thread.name == "kvpress-receive"]
     # The model is as before.
-    whole = kvpress.receive(io.BytesIO(content), model)
-    assert torch.equal(follow(model, press, whole), follow(model, press, prefill(model, press, tokens(2, 60))))
+    complete = kvpress.receive(io.BytesIO(content), model)
+    assert torch.equal(follow(model, press, complete), follow(model, press, prefill(model, press, tokens(2, 60))))
 
 
 def test_a_receiver_that_goes_leaves_the_sender_as_it_was() -> None:

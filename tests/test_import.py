@@ -85,15 +85,15 @@ def test_every_public_name_exists_and_nothing_else() -> None:
 
 def imports(path: Path) -> set[str]:
     """Top-level packages that a source file imports anywhere, lazily or not."""
-    found = set()
+    modules = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
+            modules |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module.split(".")[0])
+            modules.add(node.module.split(".")[0])
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module":
-            found |= {str(a.value).split(".")[0] for a in node.args if isinstance(a, ast.Constant)}
-    return found
+            modules |= {str(a.value).split(".")[0] for a in node.args if isinstance(a, ast.Constant)}
+    return modules
 
 
 RANKS = (
@@ -112,17 +112,17 @@ def name_of(path: Path) -> str:
 def arrows() -> dict[str, set[str]]:
     """Modules of the library that each module imports anywhere: at its top, in functions, for type checkers."""
     names = {name_of(path) for path in SOURCES}
-    found: dict[str, set[str]] = {}
+    imported: dict[str, set[str]] = {}
     for path in SOURCES:
-        known: set[str] = set()
+        targets: set[str] = set()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
-                known |= {alias.name for alias in node.names if alias.name.startswith("kvpress.")}
+                targets |= {alias.name for alias in node.names if alias.name.startswith("kvpress.")}
             elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "kvpress":
-                whole = [f"{node.module}.{alias.name}" for alias in node.names]
-                known |= {name if name.removeprefix("kvpress.") in names else str(node.module) for name in whole}
-        found[name_of(path)] = {name.removeprefix("kvpress").removeprefix(".") for name in known} - {""}
-    return found
+                paths = [f"{node.module}.{alias.name}" for alias in node.names]
+                targets |= {name if name.removeprefix("kvpress.") in names else str(node.module) for name in paths}
+        imported[name_of(path)] = {name.removeprefix("kvpress").removeprefix(".") for name in targets} - {""}
+    return imported
 
 
 def rank(module: str) -> int:
@@ -134,18 +134,18 @@ def rank(module: str) -> int:
 
 
 def test_every_arrow_runs_down() -> None:
-    for module, known in arrows().items():
+    for module, targets in arrows().items():
         if module:
-            up = {other for other in known if rank(other) > rank(module)}
+            up = {target for target in targets if rank(target) > rank(module)}
             assert not up, f"{module} knows {sorted(up)}, which lie above it"
 
 
 def test_no_modules_know_each_other() -> None:
-    left = {module: set(known) for module, known in arrows().items() if module}
-    while free := [module for module, known in left.items() if not known & set(left)]:
+    remaining = {module: set(targets) for module, targets in arrows().items() if module}
+    while free := [module for module, targets in remaining.items() if not targets & set(remaining)]:
         for module in free:
-            del left[module]
-    assert not left, f"these modules know each other: {sorted(left)}"
+            del remaining[module]
+    assert not remaining, f"these modules know each other: {sorted(remaining)}"
 
 
 def test_only_one_package_imports_transformers() -> None:

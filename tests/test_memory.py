@@ -197,10 +197,10 @@ def test_nothing_of_the_prompt_s_size_stays(spec: str) -> None:
     model, length = tiny_model("llama"), 400
     spec = spec.replace("budget=12", "budget=100")
     cache = read(model, kvpress.get_press(spec), tokens(1, length))
-    whole = 2 * length * 32 * 4  # keys or values of one layer
+    prompt_bytes = 2 * length * 32 * 4  # keys or values of one layer
     sizes = [t.untyped_storage().nbytes() for t in reachable(cache)]
     # 8-bit codes of all pairs are a quarter of one float32 tensor; half of the pairs are half of it.
-    assert max(sizes) <= 0.76 * whole
+    assert max(sizes) <= 0.76 * prompt_bytes
     for layer in cache.layers:
         assert layer.call is None
 

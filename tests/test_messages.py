@@ -39,15 +39,15 @@ def test_what_is_no_number_of_tokens(text: Any) -> None:
 
 
 def test_commands_take_units() -> None:
-    given = ["plan", "--model", "reference", "--press", "none"]
-    assert "1 x 2048 tokens" in runner.invoke(app, [*given, "--context", "2k"]).output
-    refused = runner.invoke(app, [*given, "--context", "2kb"])
+    arguments = ["plan", "--model", "reference", "--press", "none"]
+    assert "1 x 2048 tokens" in runner.invoke(app, [*arguments, "--context", "2k"]).output
+    refused = runner.invoke(app, [*arguments, "--context", "2kb"])
     assert refused.exit_code == 2
     assert "8k, 128k or 1M" in refused.output
 
 
 @pytest.mark.parametrize(
-    ("name", "near"),
+    ("name", "suggestion"),
     [
         ("nonsense", None),
         ("press", None),
@@ -57,10 +57,14 @@ def test_commands_take_units() -> None:
         ("frontire", "frontier"),
     ],
 )
-def test_only_near_names_are_offered(name: str, near: str | None) -> None:
+def test_only_near_names_are_offered(name: str, suggestion: str | None) -> None:
     with pytest.raises(KeyError) as unknown:
         kvpress.get_press(name)
-    assert (f"did you mean {near}?" in str(unknown.value)) if near else ("did you mean" not in str(unknown.value))
+    assert (
+        (f"did you mean {suggestion}?" in str(unknown.value))
+        if suggestion
+        else ("did you mean" not in str(unknown.value))
+    )
 
 
 def test_long_lists_are_cut() -> None:
@@ -101,9 +105,9 @@ def test_a_press_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert missing.exit_code == 2
     assert "there is no file" in missing.output
     (tmp_path / "json.py").write_text("")
-    taken = runner.invoke(app, ["--import", str(tmp_path / "json.py"), "list"])
-    assert taken.exit_code == 2
-    assert "json is the name of another module" in taken.output
+    result = runner.invoke(app, ["--import", str(tmp_path / "json.py"), "list"])
+    assert result.exit_code == 2
+    assert "json is the name of another module" in result.output
 
 
 @pytest.mark.parametrize(

@@ -324,10 +324,10 @@ BY_HAND = [
 @pytest.mark.parametrize("spec", BY_HAND)
 def test_compress_by_hand_keeps_what_the_press_keeps(spec: str, family: str) -> None:
     model, press = tiny_model(family), kvpress.get_press(spec)
-    module, *rest = arguments(model)
+    module, *inputs = arguments(model)
     module.rotary_emb = model.model.rotary_emb
     try:
-        keys, values = press.compress(module, *rest)
+        keys, values = press.compress(module, *inputs)
     finally:
         del module.rotary_emb
     layer = prefill(model, press, tokens(2, 40)).layers[0]
@@ -339,7 +339,7 @@ def test_compress_by_hand_keeps_what_the_press_keeps(spec: str, family: str) -> 
 def test_rerotated_keys_by_hand_are_numbered_from_0(family: str) -> None:
     """They are those of a cache that counts the pairs that it holds, as after a prompt of so many tokens."""
     model = tiny_model(family)
-    module, hidden, keys, *rest = arguments(model)
+    module, hidden, keys, *inputs = arguments(model)
     rotate = sys.modules[type(module).__module__].apply_rotary_pos_emb
     plain = torch.randn_like(keys)
     keys = rotate(plain, plain, *model.model.rotary_emb(plain, torch.arange(keys.shape[2])[None]))[0]
@@ -348,10 +348,10 @@ def test_rerotated_keys_by_hand_are_numbered_from_0(family: str) -> None:
     expected = rotate(expected, expected, *model.model.rotary_emb(plain, torch.arange(20)[None]))[0]
     module.rotary_emb = model.model.rotary_emb
     try:
-        found, _ = kvpress.KeyRerotationPress(KnormPress(0.5)).compress(module, hidden, keys, *rest)
+        rerotated, _ = kvpress.KeyRerotationPress(KnormPress(0.5)).compress(module, hidden, keys, *inputs)
     finally:
         del module.rotary_emb
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(rerotated, expected)
 
 
 NEEDS_MORE = {"attention_matching", "criticalkv", "expected_attention_stats", "fastkvzip", "finch", "kvzap", "qfilter"}
@@ -363,12 +363,12 @@ NEEDS_MORE = {"attention_matching", "criticalkv", "expected_attention_stats", "f
 )
 def test_scores_by_hand_do_not_depend_on_the_ratio(name: str) -> None:
     model = tiny_model("llama")
-    kind, (module, *rest) = find(name).press, arguments(model)
+    kind, (module, *inputs) = find(name).press, arguments(model)
     module.rotary_emb, scores = model.model.rotary_emb, []
     try:
         for ratio in (0.0, 0.5):
             torch.manual_seed(0)
-            scores.append(kind(ratio).score(module, *rest))
+            scores.append(kind(ratio).score(module, *inputs))
     finally:
         del module.rotary_emb
     assert torch.equal(*scores)
@@ -381,8 +381,8 @@ def test_compress_by_hand_of_a_schedule_cuts_to_its_target(spec: str) -> None:
 
 
 def test_by_hand_what_needs_more_is_refused() -> None:
-    bare = (None, None, torch.randn(1, 2, 30, 8), torch.randn(1, 2, 30, 8), None, None)
-    assert kvpress.ChunkKVPress(KnormPress(0.5)).compress(*bare)[0].shape == (1, 2, 15, 8)
+    inputs = (None, None, torch.randn(1, 2, 30, 8), torch.randn(1, 2, 30, 8), None, None)
+    assert kvpress.ChunkKVPress(KnormPress(0.5)).compress(*inputs)[0].shape == (1, 2, 15, 8)
     for spec, why in (
         ("adakv(knorm:0.5)", "different numbers of pairs"),
         ("snapkv:0.5,window_size=4", r"inside `with press\(model\)`"),
@@ -390,7 +390,7 @@ def test_by_hand_what_needs_more_is_refused() -> None:
         ("kvzip:0.5,repeat_prompt=", r"whole model.*inside `with press\(model\)`"),
     ):
         with pytest.raises(ValueError, match=why):
-            kvpress.get_press(spec).compress(*bare)
+            kvpress.get_press(spec).compress(*inputs)
 
 
 def test_scores_by_hand_need_no_kwargs() -> None:
@@ -435,8 +435,8 @@ def test_scorers_of_hidden_states_get_those_of_the_pairs(wrapper: Any, padded: b
         for layer in model.model.layers:
             layer.self_attn._forward_pre_hooks.clear()
             layer.self_attn._forward_pre_hooks_with_kwargs.clear()
-        for layer, found in enumerate(kept):
+        for layer, rows in enumerate(kept):
             worth = hidden[layer][0].view(24, 2, -1).norm(dim=-1).T
-            for head, at in enumerate(found[0]):
+            for head, at in enumerate(rows[0]):
                 best = worth[head].view(4, 6).topk(3).indices + torch.arange(0, 24, 6)[:, None]
                 assert at == best.flatten().sort().values.tolist()

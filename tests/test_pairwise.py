@@ -14,8 +14,10 @@ DIMENSIONS = {"a": range(5), "b": "xyz", "c": [True, False], "d": [None, 1.5, "x
 
 def test_every_two_values_share_a_row() -> None:
     rows = pairwise(**DIMENSIONS)
-    for one, two in itertools.combinations(DIMENSIONS, 2):
-        assert {(row[one], row[two]) for row in rows} == set(itertools.product(DIMENSIONS[one], DIMENSIONS[two]))
+    for first, second in itertools.combinations(DIMENSIONS, 2):
+        assert {(row[first], row[second]) for row in rows} == set(
+            itertools.product(DIMENSIONS[first], DIMENSIONS[second])
+        )
     assert 20 <= len(rows) <= 24
     assert rows == pairwise(**DIMENSIONS)
     assert all(list(row) == list(DIMENSIONS) for row in rows)

@@ -24,10 +24,10 @@ README = Path(__file__).parent.parent / "README.md"
 def registered() -> Iterator[None]:
     """Forget what the examples register."""
     kvpress.list_presses()
-    known = dict(_entries)
+    registry = dict(_entries)
     yield
     _entries.clear()
-    _entries.update(known)
+    _entries.update(registry)
 
 
 @pytest.mark.usefixtures("registered")
@@ -70,10 +70,10 @@ def test_the_table_of_a_real_size_is_what_plan_says() -> None:
     room = parse_bytes("24GB", "memory") - parameters_of_config(config) * geometry.dtype.itemsize
     rows = re.findall(r"^\| `(\S+)` \| (\S+ GiB) \| (\S+ GiB) \| (\S+) \|$", README.read_text(), flags=re.MULTILINE)
     assert len(rows) == 5
-    for spec, held, peak, longest in rows:
+    for spec, total, peak, longest in rows:
         press = kvpress.get_press(spec)
         planned = plan(press, geometry, 131072)
-        assert (held, peak) == (format_bytes(planned.total_bytes), format_bytes(planned.peak_bytes)), spec
+        assert (total, peak) == (format_bytes(planned.total_bytes), format_bytes(planned.peak_bytes)), spec
         assert longest == f"{longest_context(press, geometry, room):,}", spec
 
 

@@ -98,11 +98,11 @@ def test_layers_without_rotary_embedding_are_left_as_they_are(kind: str) -> None
     place = kvpress.hf.facts_of(model).growing[0].cache_index if hasattr(kvpress.hf, "facts_of") else None
     kept = kvpress.kept_positions(session.cache)
     layer = next(
-        n for n, own in enumerate(kept) if own and place in (None, n) and hasattr(session.cache.layers[n], "store")
+        n for n, rows in enumerate(kept) if rows and place in (None, n) and hasattr(session.cache.layers[n], "store")
     )
-    held = session.cache.layers[layer].keys
+    stored = session.cache.layers[layer].keys
     seen = torch.stack([press.seen[0][0, head][at] for head, at in enumerate(kept[layer][0])])
-    torch.testing.assert_close(seen, held[0], atol=1e-6, rtol=0)
+    torch.testing.assert_close(seen, stored[0], atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("kind", SCALED)
@@ -127,10 +127,10 @@ def test_frequencies_of_another_length(kind: str) -> None:
     projected = {}
     attention = model.model.layers[0].self_attn
     handle = attention.k_proj.register_forward_hook(lambda module, args, out: projected.update(keys=out))
-    found = first_keys(model, ids, torch.arange(30)[None])
+    keys = first_keys(model, ids, torch.arange(30)[None])
     handle.remove()
     expected = projected["keys"].unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(keys, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("spec", ["key_rerotation(knorm:0.5)", "streaming_llm:0.5,n_sink=2,reindex=true"])
@@ -154,8 +154,8 @@ def test_expected_attention_looks_ahead_from_the_position_of_the_caller() -> Non
             model(ids, position_ids=torch.arange(24)[None] + start, use_cache=True)
         kept.append(kvpress.kept_positions(session.cache))
     for first, second in zip(*kept, strict=True):
-        for row, other in zip(first, second, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(row, other, strict=True))
+        for row, later in zip(first, second, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(row, later, strict=True))
 
 
 @cache
@@ -190,8 +190,8 @@ def test_positions_in_three_axes(kind: str) -> None:
                 read = model(ids, position_ids=positions, use_cache=True).past_key_values
                 at = positions[-3:, :, -1:] + 1
                 logits.append(model(more, position_ids=at, past_key_values=read).logits)
-        for other in logits[1:]:
-            torch.testing.assert_close(other, logits[0], atol=1e-4, rtol=1e-3)
+        for shifted in logits[1:]:
+            torch.testing.assert_close(shifted, logits[0], atol=1e-4, rtol=1e-3)
 
 
 def test_unknown_rotations_are_refused() -> None:

@@ -92,17 +92,17 @@ class Talk:
     def read(self, ids: Tensor, seen: int | None = None) -> None:
         mask = None if self.mask is None else self.mask[:, :seen]
         at = position_ids(mask, ids.shape[1])
-        found = self.model(ids, attention_mask=mask, past_key_values=self.cache, position_ids=at).logits
-        self.logits.append(found[:, -1])
+        logits = self.model(ids, attention_mask=mask, past_key_values=self.cache, position_ids=at).logits
+        self.logits.append(logits[:, -1])
 
     def encoded(self, row: int) -> list[list[int]]:
         """Encoded pairs of every head of a row, layer by layer."""
-        found = []
+        lengths = []
         for layer in self.cache.layers:
             store = layer.store
             heads = range(row * store.heads, (row + 1) * store.heads)
-            found.append([sum(segment.layout.lengths[n] for segment in store.segments) for n in heads])
-        return found
+            lengths.append([sum(segment.layout.lengths[n] for segment in store.segments) for n in heads])
+        return lengths
 
     def positions(self, row: int) -> list[list[list[int]]]:
         pads = 0 if self.mask is None else int((~self.mask[row].bool()).sum())
@@ -126,11 +126,11 @@ def assert_alone(press: Any, lengths: tuple[int, ...], chunk: int = 0) -> None:
         alone = run()
         assert together.encoded(row) == alone.encoded(0)
         assert together.positions(row) == alone.positions(0)
-        found, expected = (
+        batched, expected = (
             torch.stack([part[row] for part in together.logits[1 - len(alone.logits) :]]),
             alone.logits[1:],
         )
-        same(found, torch.cat(expected), lambda seed: noisy(seed)[1:], f"row {row}", free=1e-4)
+        same(batched, torch.cat(expected), lambda seed: noisy(seed)[1:], f"row {row}", free=1e-4)
 
 
 @pytest.mark.parametrize("name", SPECS)

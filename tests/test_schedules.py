@@ -67,12 +67,12 @@ def test_a_turn_counts_as_one_step_of_decoding(base: str, reading: bool) -> None
     press = kvpress.get_press(f"decoding({base}):compression_interval=4,target_size=6")
     if reading:
         model(tokens(1, 20), past_key_values=cache)
-    held = []
+    counts = []
     with kvpress.reading(model, press) if reading else press(model):
         for length in [20, 3, 1, 1, 1, 1][reading:]:
             model(tokens(1, length, seed=length), past_key_values=cache)
-            held.append(sum(cache.layers[0].store.stored()) / 2)
-    assert held[-5:] == [23, 24, 25, 6, 7]
+            counts.append(sum(cache.layers[0].store.stored()) / 2)
+    assert counts[-5:] == [23, 24, 25, 6, 7]
 
 
 @pytest.mark.parametrize("length", [5, 6, 9])

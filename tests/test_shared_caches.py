@@ -58,8 +58,8 @@ def test_a_compressed_cache_is_read_by_a_thread_without_a_block() -> None:
             model(prompt(0), past_key_values=caches[-1])
     with press(model):
         expected = model(tokens(1, 1), past_key_values=caches[0]).logits
-        found = in_threads(lambda _: model(tokens(1, 1), past_key_values=caches[1]).logits, 1)
-    assert torch.equal(found[0], expected)
+        logits = in_threads(lambda _: model(tokens(1, 1), past_key_values=caches[1]).logits, 1)
+    assert torch.equal(logits[0], expected)
 
 
 LOOKS = {
@@ -115,24 +115,24 @@ def test_looking_all_the_time_changes_nothing() -> None:
         cache = model(prompt(0), use_cache=True).past_key_values
         expected = steps(copy.deepcopy(cache))
         watching = pool.submit(watch, cache)
-        found = steps(cache)
+        outputs = steps(cache)
         stop.set()
         assert watching.result() == sorted(watching.result())
-    assert torch.equal(found, expected)
+    assert torch.equal(outputs, expected)
 
 
 def test_a_pass_that_waits_for_who_waits_for_it_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "PATIENCE", 0.05)
     model, press, cache = small_model(), kvpress.get_press(SPECS["knorm"]), DynamicCache()
     with press(model), ThreadPoolExecutor(1) as pool:
-        asked = []
+        errors = []
 
         def ask(*_: Any) -> None:
             kvpress.memory_report(cache)  # the thread of the pass may look on
-            asked.append(pool.submit(kvpress.memory_report, cache).exception())
+            errors.append(pool.submit(kvpress.memory_report, cache).exception())
 
         handle = model.model.layers[0].mlp.register_forward_hook(ask)
         model(prompt(0), past_key_values=cache)
         handle.remove()
     with pytest.raises(RuntimeError, match="in a forward pass of another thread for 0 seconds"):
-        raise asked[0]
+        raise errors[0]

@@ -63,13 +63,13 @@ def check(model: Any, specs: list[str], ids: Tensor, mask: Tensor, steps: int = 
     shared = kvpress.prefill(model, presses, ids, mask)
     for spec, press, cache in zip(specs, presses, shared.caches, strict=True):
         torch.manual_seed(0)
-        logits, own = alone(model, press, ids, mask)
+        logits, reference = alone(model, press, ids, mask)
         assert torch.equal(shared.logits, logits), spec
         assert cache.get_seq_length() == ids.shape[1]
-        assert positions(cache) == positions(own), spec
-        assert kvpress.memory_report(cache).total_bytes == kvpress.memory_report(own).total_bytes, spec
+        assert positions(cache) == positions(reference), spec
+        assert kvpress.memory_report(cache).total_bytes == kvpress.memory_report(reference).total_bytes, spec
         torch.manual_seed(1)
-        expected = decode(model, press, own, mask, steps)
+        expected = decode(model, press, reference, mask, steps)
         torch.manual_seed(1)
         assert torch.equal(decode(model, press, cache, mask, steps), expected), spec
 

@@ -275,9 +275,9 @@ def test_sums_are_flat() -> None:
 
 def test_composing_leaves_the_parts_alone() -> None:
     first = KnormPress(0.5) + KIVIPress(4)
-    both = first + QuestPress(64)
+    composed = first + QuestPress(64)
     assert len(first.presses) == 2
-    assert len(both.presses) == 3
+    assert len(composed.presses) == 3
 
 
 def test_roles_of_a_sum() -> None:
@@ -344,9 +344,9 @@ def test_specs_are_accepted_wherever_a_press_is(tmp_path: Path) -> None:
 
 
 def test_entries_are_complete() -> None:
-    found = kvpress.list_presses()
-    assert len({entry.name for entry in found}) == len(found)
-    for entry in found:
+    listed = kvpress.list_presses()
+    assert len({entry.name for entry in listed}) == len(listed)
+    for entry in listed:
         assert isinstance(entry, Entry)
         assert entry.summary.endswith((".", ":")) or entry.summary
         assert "Differs from the paper:" in (entry.press.__doc__ or ""), entry.name

@@ -115,8 +115,8 @@ class StoreMachine(RuleBasedStateMachine):
     def weigh(self, seed: int) -> None:
         weights = torch.rand(self.store.batch, HEADS, self.store.window.length, generator=torch.manual_seed(seed)) * 3
         self.store.window.weigh(weights)
-        for stream, given in zip(self.window, weights.flatten(0, 1).tolist(), strict=True):
-            stream[:] = [(at, key, weight) for (at, key, _), weight in zip(stream, given, strict=True)]
+        for stream, added in zip(self.window, weights.flatten(0, 1).tolist(), strict=True):
+            stream[:] = [(at, key, weight) for (at, key, _), weight in zip(stream, added, strict=True)]
 
     @precondition(lambda self: hasattr(self, "store") and self.store.dense is not None)
     @rule(seed=st.integers(0, 99))
@@ -136,9 +136,9 @@ class StoreMachine(RuleBasedStateMachine):
     def weigh_sealed(self, seed: int, every: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         chosen = range(0, len(self.sealed), every)
-        given = {n: torch.rand(len(self.sealed[n]), generator=generator) for n in chosen}
-        self.store.weigh(given)
-        for n, weights in given.items():
+        by_stream = {n: torch.rand(len(self.sealed[n]), generator=generator) for n in chosen}
+        self.store.weigh(by_stream)
+        for n, weights in by_stream.items():
             pairs = zip(self.sealed[n], weights.tolist(), strict=True)
             self.sealed[n][:] = [(at, key, weight) for (at, key, _), weight in pairs]
 
@@ -209,10 +209,10 @@ def test_a_row_begins_to_be_encoded_whatever_its_neighbours_hold(turn: bool) -> 
 
 def contents(store: KVStore) -> list[Tensor]:
     """Copies of everything that a store holds."""
-    found = [t for s in store.sealed for t in (*s.read(slice(None)), s.slots(), s.log_weight)]
+    sealed = [t for s in store.sealed for t in (*s.read(slice(None)), s.slots(), s.log_weight)]
     window = store.window
     weights = None if window.log_weight is None else window.log_weight[..., : window.length]
-    return [t.clone() for t in (*found, window.filled_keys, window.filled_values, weights) if t is not None]
+    return [t.clone() for t in (*sealed, window.filled_keys, window.filled_values, weights) if t is not None]
 
 
 TestStore = StoreMachine.TestCase

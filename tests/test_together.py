@@ -50,15 +50,15 @@ class Talk:
             self.model(ids, attention_mask=self.mask, past_key_values=self.cache, position_ids=position_ids(self.mask))
 
     def follow(self, ids: Tensor) -> Tensor:
-        found = []
+        outputs = []
         for new in ids.split(1, dim=1):
             self.mask = grow(self.mask, 1)
             at = position_ids(self.mask, 1)
             with self.press(self.model):
-                found.append(
+                outputs.append(
                     self.model(new, attention_mask=self.mask, past_key_values=self.cache, position_ids=at).logits
                 )
-        return torch.cat(found, dim=1)
+        return torch.cat(outputs, dim=1)
 
     def copy(self) -> Talk:
         twin = copy.copy(self)
@@ -70,9 +70,9 @@ class Talk:
         self.mask = self.mask[:, :-count]
 
 
-def same(one: Talk, other: Talk) -> None:
-    found = differences(state_of(one.cache), state_of(other.cache))
-    assert not found, found[:5]
+def same(first: Talk, second: Talk) -> None:
+    unequal = differences(state_of(first.cache), state_of(second.cache))
+    assert not unequal, unequal[:5]
 
 
 @pytest.mark.parametrize("name", PRESSES)
@@ -110,11 +110,11 @@ def test_branches_are_taken_back_each_for_itself(name: str) -> None:
     talk = Talk(name)
     talk.cache.activate_past_recording()
     talk.follow(TURN[:, :3])
-    other = talk.copy()
-    other.cache = kvpress.branch(talk.cache, talk.mask)
-    never = other.copy()
-    other.follow(TURN[:, 3:])
+    branched = talk.copy()
+    branched.cache = kvpress.branch(talk.cache, talk.mask)
+    never = branched.copy()
+    branched.follow(TURN[:, 3:])
     talk.follow(TURN[:, 3:6])
-    other.take_back(TURN.shape[1] - 3)
-    torch.testing.assert_close(other.follow(TURN), never.follow(TURN), atol=1e-5, rtol=1e-5)
-    assert positions(other.cache) == positions(never.cache)
+    branched.take_back(TURN.shape[1] - 3)
+    torch.testing.assert_close(branched.follow(TURN), never.follow(TURN), atol=1e-5, rtol=1e-5)
+    assert positions(branched.cache) == positions(never.cache)

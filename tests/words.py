@@ -33,18 +33,20 @@ class Words:
 
     def encode(self, text: str, **kwargs: Any) -> list[int]:
         del kwargs
-        known = {self.convert_ids_to_tokens(token): token for token in range(VOCAB)}
+        vocabulary = {self.convert_ids_to_tokens(token): token for token in range(VOCAB)}
         ids = []
         while text:
-            piece = max((each for each in known if text.startswith(each)), key=len, default="")
-            ids.append(known[piece] if piece else 0)
+            piece = max((candidate for candidate in vocabulary if text.startswith(candidate)), key=len, default="")
+            ids.append(vocabulary[piece] if piece else 0)
             text = text[max(1, len(piece)) :]
         return ids
 
     def apply_chat_template(self, messages: list[dict[str, str]], tokenize: bool = True, **kwargs: Any) -> str:
         del tokenize, kwargs
-        said = {**{role: role for role in ("system", "user", "assistant")}, "tool": "user"}
-        return "".join(f"<|im_start|>{said[each['role']]}\n{each['content']}<|im_end|>\n" for each in messages)
+        role_names = {**{role: role for role in ("system", "user", "assistant")}, "tool": "user"}
+        return "".join(
+            f"<|im_start|>{role_names[message['role']]}\n{message['content']}<|im_end|>\n" for message in messages
+        )
 
 
 def ids_of(*parts: str | int) -> Tensor:

@@ -89,8 +89,8 @@ def outside(choice: Any) -> list[tuple[Any, type[Exception]]]:
     """Values that a field of this type must refuse, and how."""
     if isinstance(choice, Range):
         values = [choice.least - 1, choice.least if choice.above else None, choice.most if choice.below else None]
-        found: list[tuple[Any, type[Exception]]] = [(value, ValueError) for value in values if value is not None]
-        return [*found, (True, TypeError), ("8", TypeError), *([(2.5, TypeError)] if choice.whole else [])]
+        wrong_values: list[tuple[Any, type[Exception]]] = [(value, ValueError) for value in values if value is not None]
+        return [*wrong_values, (True, TypeError), ("8", TypeError), *([(2.5, TypeError)] if choice.whole else [])]
     if get_origin(choice) is Literal:
         return [("mode", ValueError)]
     return [("yes", TypeError)] if choice is bool else []
@@ -132,9 +132,13 @@ def test_26_group_size_set_later_is_checked_on_entering() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "near"), [("snapkw", "snapkv"), ("Snap-KVs", "snapkv"), ("quset", "quest"), ("adaKVV", "adakv")]
+    ("name", "suggestion"), [("snapkw", "snapkv"), ("Snap-KVs", "snapkv"), ("quset", "quest"), ("adaKVV", "adakv")]
 )
-def test_40_unknown_press(name: str, near: str) -> None:
+def test_40_unknown_press(name: str, suggestion: str) -> None:
     refused(
-        tiny_model("llama"), lambda: kvpress.get_press(f"{name}:0.5"), KeyError, repr(name), f"did you mean {near}?"
+        tiny_model("llama"),
+        lambda: kvpress.get_press(f"{name}:0.5"),
+        KeyError,
+        repr(name),
+        f"did you mean {suggestion}?",
     )

@@ -96,8 +96,8 @@ def test_24_any_head_dim(dim: int, spec: str) -> None:
     config = CONFIG_MAPPING["llama"](**{**COMMON, "head_dim": dim, "num_hidden_layers": 2})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
-    found, expected, _ = decode_both(model, kvpress.get_press(spec), tokens(2, 40), None, steps=3)
-    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+    logits, expected, _ = decode_both(model, kvpress.get_press(spec), tokens(2, 40), None, steps=3)
+    torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-4)
 
 
 def poison(model: Any, value: float) -> Callable[[], None]:

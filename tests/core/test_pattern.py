@@ -57,8 +57,8 @@ def read(model: Any, press: Any, ids: Tensor, mask: Tensor | None, chunk: int | 
 def test_a_pattern_of_everything_is_full_attention(family: str, padded: bool, chunk: int | None) -> None:
     model = tiny_model(family, "eager" if family == "gpt_oss" else "sdpa")
     ids, mask = padded_batch([45, 29]) if padded else (tokens(2, 45), None)
-    found, expected = (read(model, press, ids, mask, chunk) for press in (Patterned(100), kvpress.NonePress()))
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    sparse, expected = (read(model, press, ids, mask, chunk) for press in (Patterned(100), kvpress.NonePress()))
+    torch.testing.assert_close(sparse, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("recent", [1, 2, 3])
@@ -94,8 +94,8 @@ def test_a_later_turn_reads_what_is_sealed_and_its_own_tiles() -> None:
     )
     expected = model(ids, attention_mask=seen.expand(2, 1, -1, -1)).logits[:, -1]
     with (sealing + Patterned(2))(model):
-        found = model(ids[:, 40:], past_key_values=cache).logits[:, -1]
-    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+        logits = model(ids[:, 40:], past_key_values=cache).logits[:, -1]
+    torch.testing.assert_close(logits, expected, atol=1e-3, rtol=1e-3)
 
 
 def test_the_operator_reads_what_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +110,7 @@ def test_the_operator_reads_what_is_listed(monkeypatch: pytest.MonkeyPatch) -> N
     model = tiny_model("llama")
     read(model, Patterned(2), tokens(1, 80), None)
     heads = model.config.num_attention_heads
-    assert [len(one.tiles) for one in listed] == [heads * (1 + 2 + 8 * 3)] * model.config.num_hidden_layers
+    assert [len(call.tiles) for call in listed] == [heads * (1 + 2 + 8 * 3)] * model.config.num_hidden_layers
 
 
 def test_what_sums_the_attention_is_refused() -> None:
@@ -121,8 +121,8 @@ def test_what_sums_the_attention_is_refused() -> None:
 def test_it_composes_with_eviction_codec_and_selector() -> None:
     model = tiny_model("llama")
     ids, mask = padded_batch([70, 50])
-    rest = kvpress.get_press("snapkv:0.5,window_size=4 + kivi:bits=4,group_size=16,residual_length=0")
-    press = Patterned(2) + rest
+    others = kvpress.get_press("snapkv:0.5,window_size=4 + kivi:bits=4,group_size=16,residual_length=0")
+    press = Patterned(2) + others
     with press(model) as session:
         model.generate(ids, attention_mask=mask, position_ids=position_ids(mask), max_new_tokens=2, do_sample=False)
     assert session.cache.layers[0].store.segments

@@ -91,10 +91,10 @@ def test_a_ratio_is_of_what_the_presses_before_left(spec: str, pairs: int) -> No
 def test_a_press_that_decides_itself_leaves_ratios_what_they_are(idle: str) -> None:
     """However many follow it, each counts once, and a layer that it did not cut counts as before."""
     spec = "knorm:0.5 + keydiff:0.5"
-    found, alone = (kept(each, prompt=100, steps=0) for each in (f"{idle} + {spec}", spec))
+    combined, alone = (kept(text, prompt=100, steps=0) for text in (f"{idle} + {spec}", spec))
     decided = [len(heads[0]) for heads in kept(idle, prompt=100, steps=0)]
-    assert [len(heads[0]) for heads in found] == [count // 2 // 2 for count in decided]
-    assert [heads for heads, count in zip(found, decided, strict=True) if count == 100] == [
+    assert [len(heads[0]) for heads in combined] == [count // 2 // 2 for count in decided]
+    assert [heads for heads, count in zip(combined, decided, strict=True) if count == 100] == [
         heads for heads, count in zip(alone, decided, strict=True) if count == 100
     ]
 
@@ -122,8 +122,8 @@ def test_scores_without_values_do_not_depend_on_the_size_of_values(inner: str) -
     """Values that are scaled token by token change the plain scores, and not those without values."""
     model = tiny_model("llama")
     (step,) = kvpress.get_press(inner).recipe().evictions
-    bare = step.scorer.without_values()
-    found: list[tuple[Tensor, Tensor]] = []
+    unweighted = step.scorer.without_values()
+    differences: list[tuple[Tensor, Tensor]] = []
 
     class Both(kvpress.ScorerPress):
         wants = step.scorer.wants
@@ -135,14 +135,17 @@ def test_scores_without_values_do_not_depend_on_the_size_of_values(inner: str) -
                                                 view.seen, view.side, view.target))  # fmt: skip
 
             sizes = torch.linspace(0.1, 3, view.length)[None, None, :, None]
-            found.append(
-                (of(step.scorer, sizes) - of(step.scorer, torch.ones(1)), of(bare, sizes) - of(bare, torch.ones(1)))
+            differences.append(
+                (
+                    of(step.scorer, sizes) - of(step.scorer, torch.ones(1)),
+                    of(unweighted, sizes) - of(unweighted, torch.ones(1)),
+                )
             )
             return view.positions.float()
 
     with Both(0.5)(model):
         model(tokens(1, 40), use_cache=True)
-    for weighed, plain in found:
+    for weighed, plain in differences:
         assert weighed.nan_to_num().abs().max() > 0
         assert plain.nan_to_num().abs().max() == 0
 
@@ -159,7 +162,7 @@ def test_a_prompt_of_a_later_turn_is_encoded_as_a_prompt() -> None:
         for step in range(16):
             model(tokens(1, 1, seed=2 + step), past_key_values=cache)
         ranks.append([part.keys.residual.factor.shape[1] for part in cache.layers[0].store.segments])
-    assert [set(found) for found in ranks] == [{3}, {3}, {3, 1}]
+    assert [set(layer_ranks) for layer_ranks in ranks] == [{3}, {3}, {3, 1}]
 
 
 class Newest(kvpress.ScorerPress):
@@ -185,8 +188,8 @@ def test_hidden_states_are_held_as_far_as_a_decoding_press_says(size: int, wrapp
     with schedule(model) as session:
         generate(model, tokens(1, 30), max_new_tokens=9)
     assert set(press.lengths) == {size}
-    held = [t for layer in session.cache.layers for o in layer.store.observers.values() for t in o.tensors()]
-    assert {tensor.shape[1] for tensor in held} == {size}
+    tensors = [t for layer in session.cache.layers for o in layer.store.observers.values() for t in o.tensors()]
+    assert {tensor.shape[1] for tensor in tensors} == {size}
 
 
 class Reversed(kvpress.SnapKVPress):
@@ -199,7 +202,7 @@ class Reversed(kvpress.SnapKVPress):
 class Renamed(kvpress.KnormPress):
     """A user's press whose module says that it is ours."""
 
-    def score(self, module: Any, hidden_states: Tensor, keys: Tensor, *rest: Any) -> Tensor:
+    def score(self, module: Any, hidden_states: Tensor, keys: Tensor, *arguments: Any) -> Tensor:
         assert hidden_states.shape[1] == keys.shape[2]
         return keys.norm(dim=-1)
 
@@ -224,8 +227,8 @@ def test_what_a_class_overrides_decides_and_not_where_it_was_written() -> None:
 
 def test_bare_keys_and_values_are_scored_as_ever() -> None:
     keys = torch.randn(2, 3, 10, 8)
-    found = kvpress.KnormPress(0.5).score(None, None, keys, keys, None, {})  # type: ignore[arg-type]
-    assert torch.equal(found, -keys.norm(dim=-1))
+    scores = kvpress.KnormPress(0.5).score(None, None, keys, keys, None, {})  # type: ignore[arg-type]
+    assert torch.equal(scores, -keys.norm(dim=-1))
     with pytest.raises(ValueError, match="use it inside `with press"):
         kvpress.SnapKVPress(0.5).score(None, None, keys.repeat(1, 1, 8, 1), keys.repeat(1, 1, 8, 1), None, {})  # type: ignore[arg-type]
 
@@ -241,5 +244,5 @@ def test_composed_rows_are_what_they_are_alone(spec: str) -> None:
         with kvpress.get_press(spec)(model):
             alone = generate(model, ids[row : row + 1, 40 - length :], max_new_tokens=10).past_key_values
         pads = 40 - length
-        for both, one in zip(kvpress.kept_positions(together), kvpress.kept_positions(alone), strict=True):
-            assert [(head - pads).tolist() for head in both[row]] == [head.tolist() for head in one[0]]
+        for joint, single in zip(kvpress.kept_positions(together), kvpress.kept_positions(alone), strict=True):
+            assert [(head - pads).tolist() for head in joint[row]] == [head.tolist() for head in single[0]]

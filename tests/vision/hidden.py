@@ -37,8 +37,8 @@ class Hidden:
             visible &= mask[:, None, :stored].bool()
         first, last = self.cut
         reading = length == stored
-        behind = not reading and first <= module.layer_idx <= last
-        gone = self.gone.get(last + 1 if behind else module.layer_idx)
+        past_drop = not reading and first <= module.layer_idx <= last
+        gone = self.gone.get(last + 1 if past_drop else module.layer_idx)
         if gone is not None:
             visible[..., : gone.shape[1]] &= ~gone[:, None]
         logits = (query @ key.mT * scaling).masked_fill(~visible[:, None], -math.inf)

@@ -25,21 +25,21 @@ FRAMES = 6
 
 def told(cache: DynamicCache) -> SpanTracker:
     """What the first layer knows of the tokens."""
-    found: SpanTracker = next(layer.store for layer in cache.layers if hasattr(layer, "store")).observers[SPANS]
-    return found
+    tracker: SpanTracker = next(layer.store for layer in cache.layers if hasattr(layer, "store")).observers[SPANS]
+    return tracker
 
 
 def of_video(kind: str, rows: list[tuple[int, int]], grids: list[tuple[int, int, int]]) -> dict[str, Any]:
     """Inputs of rows of so much text, a video of a grid of tokens and so much text, padded on the left."""
-    longest, found = 0, []
-    for number, ((before, behind), (frames, height, width)) in enumerate(zip(rows, grids, strict=True)):
-        text = tokens(1, before + behind, number)[0] % (IMAGE - 3) + 3
+    longest, prompts = 0, []
+    for number, ((before, after), (frames, height, width)) in enumerate(zip(rows, grids, strict=True)):
+        text = tokens(1, before + after, number)[0] % (IMAGE - 3) + 3
         frame = torch.full((height * width,), VIDEO)
         timed = [torch.tensor([7, FIRST]), frame, torch.tensor([LAST])] if kind == "qwen3_vl" else [frame]
-        found.append(torch.cat([text[:before], *(timed * frames), text[before:]]))
-        longest = max(longest, len(found[-1]))
-    ids = torch.stack([torch.cat([own.new_zeros(longest - len(own)), own]) for own in found])
-    mask = torch.stack([(torch.arange(longest) >= longest - len(own)).long() for own in found])
+        prompts.append(torch.cat([text[:before], *(timed * frames), text[before:]]))
+        longest = max(longest, len(prompts[-1]))
+    ids = torch.stack([torch.cat([prompt.new_zeros(longest - len(prompt)), prompt]) for prompt in prompts])
+    mask = torch.stack([(torch.arange(longest) >= longest - len(prompt)).long() for prompt in prompts])
     grid = torch.tensor(grids) * torch.tensor([1, 2, 2])
     patches = torch.randn(int(grid.prod(dim=1).sum()), 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(1))
     types = 2 * (ids == VIDEO).int()
@@ -49,13 +49,13 @@ def of_video(kind: str, rows: list[tuple[int, int]], grids: list[tuple[int, int,
 
 def cells_by_hand(ids: Tensor, grids: list[tuple[int, int, int]], token: int) -> list[list[list[int]]]:
     """Picture, frame, row and column of every token, counted one token at a time; one picture in every row."""
-    found = []
+    cells = []
     for row, (frames, height, width) in zip(ids.tolist(), grids, strict=True):
         places = iter([[f, r, c] for f in range(frames) for r in range(height) for c in range(width)])
         first = row.index(token)
-        found.append([[first, *next(places)] if own == token else [-1] * 4 for own in row])
+        cells.append([[first, *next(places)] if numbers == token else [-1] * 4 for numbers in row])
         assert next(places, None) is None
-    return found
+    return cells
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
@@ -107,11 +107,11 @@ def test_cells_follow_tokens_that_come_go_and_are_copied(tmp_path: Path) -> None
     assert torch.equal(cells[:, :length], before)
     assert cells[0, length:, 0].tolist() == [-1, *[length + 1] * 16, -1, -1]
     assert cells[0, length + 6].tolist() == [length + 1, 0, 1, 1]
-    other = copy.deepcopy(told(cache))
-    other.crop(new.shape[1] + 4)
-    assert torch.equal(other.cells, before[:, :-4])
-    other.select_rows(torch.tensor([1, 1, 0]))
-    assert torch.equal(other.cells, before[[1, 1, 0], :-4])
+    twin = copy.deepcopy(told(cache))
+    twin.crop(new.shape[1] + 4)
+    assert torch.equal(twin.cells, before[:, :-4])
+    twin.select_rows(torch.tensor([1, 1, 0]))
+    assert torch.equal(twin.cells, before[[1, 1, 0], :-4])
     kvpress.save(cache, tmp_path / "cache", model)
     assert torch.equal(told(kvpress.load(tmp_path / "cache", model)).cells, cells)
 
@@ -122,21 +122,21 @@ def test_generate_which_reads_pictures_ahead_tells_the_same(settings: dict[str, 
     expected = told(read(model, "vision(knorm:0.5)", inputs)).cells.repeat_interleave(2 if settings else 1, dim=0)
     settings = {**settings, "suppress_tokens": [IMAGE, VIDEO], "return_dict_in_generate": True}
     with kvpress.get_press("vision(knorm:0.5)")(model):
-        found = told(model.generate(**inputs, max_new_tokens=3, **settings).past_key_values).cells
+        cells = told(model.generate(**inputs, max_new_tokens=3, **settings).past_key_values).cells
     length = expected.shape[1]
-    assert torch.equal(found[:, :length], expected)
-    assert (found[:, length:] == -1).all()
-    assert found.shape[1] == length + 2
+    assert torch.equal(cells[:, :length], expected)
+    assert (cells[:, length:] == -1).all()
+    assert cells.shape[1] == length + 2
 
 
 def chunked_by_hand(grid: tuple[int, int, int], frames: int, pool: int, dense: set[int]) -> list[int]:
     """How many tokens each pair that is left of a video stands for, where some chunks of it stay."""
     count, size = grid[0], grid[1] * grid[2]
-    found = []
+    sizes = []
     for frame in range(count):
-        whole = frame // frames in dense
-        found += [1] * size if whole else [min(pool, size - at) for at in range(0, size, pool)]
-    return found
+        dense_frame = frame // frames in dense
+        sizes += [1] * size if dense_frame else [min(pool, size - at) for at in range(0, size, pool)]
+    return sizes
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
@@ -148,11 +148,11 @@ def test_chunks_are_whole_frames_and_windows_stay_in_one(kind: str) -> None:
         for layer in cache.layers:
             part = layer.store.dense
             for stream in range(4):
-                row, own = stream // 2, part.layout.rows(stream)
+                row, stored = stream // 2, part.layout.rows(stream)
                 pads = int((1 - inputs["attention_mask"][row]).sum())
-                slots = part.slots()[own]
+                slots = part.slots()[stored]
                 video = inputs["input_ids"][row, slots] == VIDEO
-                weighs = part.log_weight[own].float().exp().round().int()
+                weighs = part.log_weight[stored].float().exp().round().int()
                 assert weighs[video].tolist() == chunked_by_hand(grids[row], 2, 3, stay[row])
                 text = (inputs["input_ids"][row] != VIDEO).sum() - pads
                 assert weighs[~video].tolist() == [1] * int(text)
@@ -160,15 +160,15 @@ def test_chunks_are_whole_frames_and_windows_stay_in_one(kind: str) -> None:
 
 def test_where_no_grid_is_known_tokens_are_counted_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = tiny_vlm("llava"), image_batch("llava", ROWS)
-    rest = "dense=0.5,chunk=4,pool=2,window_size=4"
+    settings = "dense=0.5,chunk=4,pool=2,window_size=4"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        plain = kvpress.kept_positions(read(model, f"video_xl2:{rest}", inputs))
-        read(model, f"video_xl2:frames=1,{rest}", inputs)
+        plain = kvpress.kept_positions(read(model, f"video_xl2:{settings}", inputs))
+        read(model, f"video_xl2:frames=1,{settings}", inputs)
     monkeypatch.setattr("kvpress.hf.grids.image_side", lambda config: 0)
-    with pytest.warns(RuntimeWarning, match=r"frames=1 .* chunks of chunk=4 tokens") as said:
-        found = kvpress.kept_positions(read(model, f"video_xl2:frames=1,{rest}", inputs))
-    assert len([one for one in said if "frames" in str(one.message)]) == 1
-    for layer, own in zip(found, plain, strict=True):
-        for row, expected in zip(layer, own, strict=True):
-            assert all(torch.equal(one, other) for one, other in zip(row, expected, strict=True))
+    with pytest.warns(RuntimeWarning, match=r"frames=1 .* chunks of chunk=4 tokens") as warned:
+        fallback = kvpress.kept_positions(read(model, f"video_xl2:frames=1,{settings}", inputs))
+    assert len([first for first in warned if "frames" in str(first.message)]) == 1
+    for layer, layer_plain in zip(fallback, plain, strict=True):
+        for row, expected in zip(layer, layer_plain, strict=True):
+            assert all(torch.equal(first, second) for first, second in zip(row, expected, strict=True))

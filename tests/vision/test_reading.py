@@ -45,14 +45,14 @@ def decode_both(model: Any, spec: str, inputs: dict[str, Any]) -> tuple[Tensor, 
     follow = torch.randint(3, IMAGE, (len(inputs["input_ids"]), STEPS), generator=torch.Generator().manual_seed(5))
     mask, length = inputs["attention_mask"], inputs["input_ids"].shape[1]
     grown = [torch.cat([mask, mask.new_ones(len(mask), step + 1)], dim=1) for step in range(STEPS)]
-    found, expected = [], []
+    outputs, expected = [], []
     with torch.no_grad():
         with kvpress.get_press(spec)(model):
             model(**inputs, **with_cache(cache))
             kept, weights = kvpress.kept_positions(cache), weights_of(cache, length)
             for step in range(STEPS):
                 new, at = follow[:, step : step + 1], next_position(model, grown[step])
-                found.append(
+                outputs.append(
                     model(input_ids=new, attention_mask=grown[step], position_ids=at, past_key_values=cache).logits
                 )
         model(**inputs, past_key_values=stock)
@@ -60,7 +60,7 @@ def decode_both(model: Any, spec: str, inputs: dict[str, Any]) -> tuple[Tensor, 
         for step in range(STEPS):
             at = next_position(model, grown[step])
             expected.append(oracle.logits(follow[:, step : step + 1], stock, grown[step], at))
-    return torch.cat(found, dim=1), torch.cat(expected, dim=1), cache
+    return torch.cat(outputs, dim=1), torch.cat(expected, dim=1), cache
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -76,8 +76,8 @@ def test_a_press_that_takes_nothing_changes_nothing(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("spec", ["snapkv:0.5,window_size=4", "vision(adakv(expected_attention:0.5))"])
 def test_decoding_equals_the_mask_oracle(kind: str, spec: str) -> None:
-    found, expected, cache = decode_both(tiny_vlm(kind), spec, image_batch(kind, ROWS))
-    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-3)
+    logits, expected, cache = decode_both(tiny_vlm(kind), spec, image_batch(kind, ROWS))
+    torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-3)
     report = kvpress.memory_report(cache)
     assert report.kept < report.seen
 
@@ -101,22 +101,22 @@ def test_of_images_stays_the_share_that_is_asked_for_and_text_stays_whole(kind: 
     spans = "4:8 9:13" if kind == "qwen3_vl" else f"4:{4 + len(images(inputs, 1))}"
     ranges = read(model, f"vision(keydiff:0.75):tokens={spans}", row_of(inputs, 1, kind))
     pads = int((1 - inputs["attention_mask"][1]).sum())
-    for layer, own in zip(positions(cache), positions(ranges), strict=True):
-        assert [[at - pads for at in head] for head in layer[1]] == own[0]
+    for layer, ranged in zip(positions(cache), positions(ranges), strict=True):
+        assert [[at - pads for at in head] for head in layer[1]] == ranged[0]
 
 
 def row_of(inputs: dict[str, Any], row: int, kind: str) -> dict[str, Any]:
     """One row of a batch, without its padding."""
     real = inputs["attention_mask"][row].bool()
-    found = {}
+    cut = {}
     for name, value in inputs.items():
         if "grid" in name or (name.startswith("pixel") and not kind.startswith("qwen")):
-            found[name] = value[row : row + 1]
+            cut[name] = value[row : row + 1]
         elif name.startswith("pixel"):
-            found[name] = value.chunk(len(inputs["input_ids"]))[row]
+            cut[name] = value.chunk(len(inputs["input_ids"]))[row]
         else:
-            found[name] = value[row : row + 1][:, real]
-    return found
+            cut[name] = value[row : row + 1][:, real]
+    return cut
 
 
 def test_the_image_of_a_later_turn_is_cut_when_it_has_been_read() -> None:
@@ -130,8 +130,8 @@ def test_the_image_of_a_later_turn_is_cut_when_it_has_been_read() -> None:
     new = {length + at for at in images(second, 0)}
     for layer, earlier in zip(positions(cache), before, strict=True):
         for heads, old in zip(layer, earlier, strict=True):
-            for head, held in zip(heads, old, strict=True):
-                assert {at for at in head if at < length} == set(held)
+            for head, kept in zip(heads, old, strict=True):
+                assert {at for at in head if at < length} == set(kept)
                 assert len(new & set(head)) == SIZE["llava"] // 2
 
 
@@ -192,4 +192,4 @@ def test_the_plan_knows_the_language_part_s_cache_and_all_weights(kind: str) -> 
     cache = read(model, "none", {**inputs, "attention_mask": torch.ones(rows, context, dtype=torch.long)})
     if kind != "gemma3":  # whose sliding layers hold a whole prompt until a token follows
         assert planned.total_bytes == kvpress.memory_report(cache).total_bytes
-    assert parameters_of_config(model.config) == sum(one.numel() for one in model.parameters())
+    assert parameters_of_config(model.config) == sum(parameter.numel() for parameter in model.parameters())
