@@ -55,7 +55,7 @@ def sealing(name: str, seen: int = 256, pads: list[int] | None = None) -> Sealin
 
 
 def segment(name: str, lengths: list[int] | None = None, seed: int = 0) -> Segment:
-    """Pairs of two rows and two heads in a format, with slots and a side array."""
+    """Return a segment of a format: pairs of two rows and two heads, with slots and a side array."""
     layout = Layout(lengths or LENGTHS)
     generator = torch.Generator().manual_seed(seed)
     keys, values = torch.randn(2, layout.total, DIM, generator=generator)
@@ -78,6 +78,6 @@ def segment(name: str, lengths: list[int] | None = None, seed: int = 0) -> Segme
 
 
 def logit_pairs(built: Segment, queries: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Logits without weights of the pairs of a stream, as they decode, and their values."""
+    """Return logits without log-weights of the decoded pairs of a stream, and their values."""
     keys, values = built.read(built.layout.rows(n))
     return Logits(0.2, 5.0)(queries[n], keys), values

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mask oracle: full caches, with the evicted pairs hidden by an explicit mask and the weights of others added to it."""
+"""Oracle of eviction: full caches in which an explicit mask hides evicted pairs and adds log-weights to the others."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ NAME = "test_oracle"
 
 
 class Oracle:
-    """Decodes with all pairs stored but only `kept[layer][row][head]` of the first `known` columns visible.
+    """Decodes with all pairs stored, of the first `num_prompt` columns only `kept[layer][row][head]` visible.
 
-    `weights[layer]`, `[B, H, known]`, are added to their logits.
+    `weights[layer]` `[B, H, num_prompt]` are added to their logits.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Oracle:
         return (weights @ values).transpose(1, 2).contiguous(), None
 
     def logits(self, ids: Tensor, cache: DynamicCache, mask: Tensor | None, positions: Tensor | None) -> Tensor:
-        """Logits of new tokens on a stock cache."""
+        """Return logits of new tokens on an ordinary cache."""
         AttentionInterface.register(NAME, self.attention)
         AttentionMaskInterface.register(NAME, lambda *args, attention_mask=None, **kwargs: attention_mask)
         before = self.model.config._attn_implementation
@@ -79,7 +79,7 @@ class Oracle:
 
 
 def weights_of(cache: DynamicCache, columns: int) -> dict[int, Tensor]:
-    """Logit weights of the first columns, `[B, H, known]`, by layer, where pairs have any."""
+    """Return log-weights of the first columns, `[B, H, columns]`, by layer, for layers whose pairs have any."""
     by_layer = {}
     for index, layer in enumerate(cache.layers):
         dense = layer.store.dense if hasattr(layer, "store") else None
@@ -91,7 +91,7 @@ def weights_of(cache: DynamicCache, columns: int) -> dict[int, Tensor]:
 
 
 def decode_both(model: Any, press: Any, ids: Tensor, mask: Tensor | None, steps: int = 6) -> tuple[Tensor, Tensor, Any]:
-    """Decode `steps` given tokens on the evicted cache and on the oracle; return both logits and the evicted cache."""
+    """Decode `steps` fixed tokens on the evicted cache and on the oracle; return both logits and the evicted cache."""
     stock = DynamicCache(config=model.config)
     positions = position_ids(mask)
     model(ids, attention_mask=mask, **with_cache(stock), position_ids=positions)

@@ -13,7 +13,7 @@ from kvpress.hf.models import facts_of
 
 
 def write_scales(model: Any, path: Path, seed: int = 0) -> Path:
-    """Give every head the same scales, from 1 / D to 1, in an order of its own."""
+    """Give every head the same scales, from 1 / D to 1, each in its own order."""
     facts, generator = facts_of(model), torch.Generator().manual_seed(seed)
     tensors = {
         f"{layer.index}.scale": torch.stack([

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that a cache holds of what it has read, to be compared with another cache."""
+"""All state of a cache that depends on its tokens, to compare it with another cache."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ COUNTERS = ("batch", "heads", "dtype", "seen", "since_eviction", "settled", "tar
 
 
 def state_of(cache: Any, decoded: bool = False) -> list[dict[str, Any]]:
-    """What every layer of a cache holds: pairs, places, weights, per-pair arrays, observers and counters.
+    """Return the state of every layer of a cache: pairs, slots, log-weights, per-pair arrays, observers and counters.
 
-    Encoded pairs are given as they are read where they are to be `decoded`.
+    With `decoded`, encoded pairs are compared as decoded.
     """
     return [
         _of_store(layer.store, decoded)
@@ -50,7 +50,7 @@ def _of_store(store: KVStore, decoded: bool) -> dict[str, Any]:
 
 def _of_observer(observer: Observer) -> dict[str, Any]:
     state = dict(observer.written() if hasattr(observer, "written") else vars(observer))
-    if isinstance(state.get("parts"), list):  # how tokens are divided among them says nothing
+    if isinstance(state.get("parts"), list):  # the division of tokens among the parts does not matter
         parts = state.pop("parts")
         pairs = [part if isinstance(part, tuple) else (part,) for part in parts if part is not None]
         state["joined"] = [torch.cat(side, dim=1) for side in zip(*pairs, strict=True)]
@@ -59,7 +59,10 @@ def _of_observer(observer: Observer) -> dict[str, Any]:
 
 
 def differences(first: Any, second: Any, tolerance: float = 0.0, share: float = 0.0, path: str = "") -> list[str]:
-    """Where two states differ; numbers may by `tolerance`, relative and absolute, and a `share` of them by more."""
+    """Return one line for each difference of two states.
+
+    Numbers are equal within `tolerance`, relative and absolute; a `share` of them may differ by more.
+    """
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         if first.shape != second.shape or first.dtype != second.dtype:
             return [f"{path}: {tuple(first.shape)} {first.dtype} and {tuple(second.shape)} {second.dtype}"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Assisted decoding and prompt lookup under a press: what is generated, and what the cache then holds, is as without them."""
+"""Assisted decoding and prompt lookup under a press: the same tokens and the same cache as without."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ SPECS = {
 }
 OTHERS = ("window", "composed", "decoding", "h2o now and then")
 KINDS = ("lookup", "stranger", "twin")
-PROMPT = torch.cat([tokens(1, 40), tokens(1, 20)], dim=1)  # what follows the repeated part is a guess at what comes
+PROMPT = torch.cat([tokens(1, 40), tokens(1, 20)], dim=1)  # the text behind the repeated part serves as candidates
 NEW = 16
 
 
 def generate(model: Any, ids: Tensor, **settings: Any) -> Any:
-    """Generate tokens of which none looks like padding: transformers would take it for that in an assistant."""
+    """Generate tokens that do not look like padding: transformers would read them so in the text of an assistant."""
     return caches.generate(model, ids, torch.ones_like(ids), suppress_tokens=[0], **settings)
 
 
 def candidates(kind: str, family: str) -> dict[str, Any]:
-    """The settings of `generate` that make candidates: looked up, by a model that is wrong, or by one that is mostly right."""
+    """Settings of `generate` that draft tokens: prompt lookup, a model that is wrong, and one that is mostly right."""
     if kind == "lookup":
         return {"prompt_lookup_num_tokens": 5}
     assistant = copy.deepcopy(model_of(family, "float32"))

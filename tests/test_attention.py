@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over the parts of a store is attention over the whole."""
+"""Attention over the segments of a store equals attention over all pairs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def reference(
     queries: Tensor, keys: list[Tensor], values: list[Tensor], visible: list[Tensor], scale: float, cap: float | None,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Float32 attention of `queries [N, M, D]` on whole streams, `visible[n] [M, T]`; a plain softmax over everything."""
+    """Return float32 attention of `queries [N, M, D]` to whole streams, `visible[n] [M, T]`, by a plain softmax."""
     outs, lses = [], []
     for n, rows in enumerate(queries):
         logits = (rows @ keys[n].T).float() * scale

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention weights inside a press: those of the prompt, and those of later tokens on the pairs that are stored."""
+"""Attention weights inside a press: those of the prompt, and those of later tokens to stored pairs."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def test_those_of_a_prompt_are_the_models_own(spec: str, family: str, padded: bo
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_oss"])
 @pytest.mark.parametrize("spec", ["none", "snapkv:0.5,window_size=4", "pyramidkv:0.5,window_size=4,beta=3"])
 def test_those_of_later_tokens_are_on_the_pairs_that_are_stored(spec: str, family: str) -> None:
-    """They are the softmax among these of the whole model's logits, and change nothing else."""
+    """They are the softmax over the stored pairs of the full model's logits; asking for them changes nothing else."""
     model, ids, press = tiny_model(family, "eager"), tokens(2, 20), kvpress.get_press(spec)
     with press(model):
         expected = model.generate(ids, **SETTINGS)
         output = model.generate(ids, **SETTINGS, output_attentions=True)
     assert torch.equal(output.sequences, expected.sequences)
     assert len(output.attentions) == 5
-    first = full_layers(model)[0]  # its queries and keys depend on nothing that is evicted
+    first = full_layers(model)[0]  # its queries and keys do not depend on evicted pairs
     kept, newest = positions(output.past_key_values)[first], output.attentions[-1][first]
     full = model(output.sequences[:, :-1], output_attentions=True).attentions[first][:, :, -1:]
     assert newest.shape[-1] == len(kept[0][0])

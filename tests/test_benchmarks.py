@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmarks' own logic on tiny sizes: figures mean what they say, and a failure costs only itself."""
+"""Logic of the benchmarks on tiny sizes: figures are right, and a failure costs only its own row."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_methods_hold_what_their_press_would_keep(monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def any_level(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Levels may be changed; afterwards the one that was there runs again."""
+    """Levels may be switched; afterwards the previous level runs again."""
     with monkeypatch.context() as patch:
         patch.setenv("KVPRESS_CPU_LEVEL", "")
         yield
@@ -196,12 +196,12 @@ def test_bytes_that_selectors_read_are_counted() -> None:
     pair_bytes = 2 * 64 * 2
     dense = 5 * 4 * 1088 * pair_bytes
     assert rows["dense"]["read_mib"] * 2**20 == dense
-    # Three layers choose among 1024 sealed pairs of each head; 64 are not sealed and read by all alike.
+    # Three layers choose among 1024 sealed pairs of each head; all heads read the 64 unsealed pairs.
     labels, pages, chosen = 1024 * (8 + 4), 1024 // 16 * 2 * 64 * 2, 64 * pair_bytes
     full = 2 * 4 * 1088 * pair_bytes
     for name, index in {"double sparsity 1/16": labels, "quest 1/16": pages}.items():
         assert rows[name]["read_mib"] * 2**20 == full + 3 * 4 * (index + chosen)
-    # TidalDecode chooses in layer 2 of 5, once: reads all pairs and all keys again there, and 64 pairs in the other two.
+    # TidalDecode chooses once, in layer 2 of 5, which reads all pairs and all keys again; the last two layers read 64.
     assert rows["tidal decode 1/16"]["read_mib"] * 2**20 == full + 4 * (1.5 * 1024 * pair_bytes + 2 * chosen)
 
 
@@ -234,7 +234,7 @@ def test_a_prompt_is_read_under_one_press_and_under_all() -> None:
     rows = {"none": full, "knorm:0.5": half}
     prefill.compare(rows)
     assert prefill.markdown(rows).splitlines()[0].endswith("| cache MiB | ms a token |")
-    rows[prefill.SHARED] = together  # whose caches are not decoded from
+    rows[prefill.SHARED] = together  # no decode step reads their caches
     prefill.compare(rows)
     assert len(prefill.markdown(rows).splitlines()) == 4
     del half["token_ms"]
@@ -242,7 +242,7 @@ def test_a_prompt_is_read_under_one_press_and_under_all() -> None:
 
 
 def test_the_prefill_of_every_press_is_measured(tmp_path: Path) -> None:
-    """Of each that learns something of the model, what it needs is made first and handed on by the right name."""
+    """Calibration files of presses are written first and passed on under the right name."""
     named = set(re.findall(r"\w+", " ".join((*prefill.PRESSES, *prefill.others()))))
     unnamed = [entry for entry in entries() if entry.role != "prefill" and entry.name not in named]
     assert {entry.example for entry in unnamed} <= set(prefill.others())
@@ -284,7 +284,7 @@ def test_the_frontier_compares_presses_that_hold_all_they_may(scorer: str, bits:
 
 
 def test_the_frontier_alone_has_a_figure(tmp_path: Path) -> None:
-    """As `--only frontier` asks for: there is no best other family."""
+    """With `--only frontier`, there is no best other family."""
     study = json.loads(Path("benchmarks/results/frontier.json").read_text())[0]
     study["rows"] = [row for row in study["rows"] if row["family"] == "frontier"]
     assert len(study["rows"]) == len(study["smaller"])

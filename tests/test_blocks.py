@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks beside each other and inside each other: threads have blocks of their own, another press inside one is refused."""
+"""Sessions beside and inside each other: each thread has its own; another press inside a session is refused."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_one_thread_compresses_while_others_answer() -> None:
 
 
 def test_a_thread_without_a_block_beside_several_presses() -> None:
-    """It is refused, unless it was started with the context of a block."""
+    """Such a thread is refused, unless it was started with the context of a session."""
     model = small_model()
     presses = [kvpress.get_press(SPECS["knorm"]), kvpress.get_press(SPECS["h2o"])]
     expected = [expected_of(model, press, 1)[0] for press in presses]
@@ -116,7 +116,7 @@ def test_a_thread_without_a_block_beside_several_presses() -> None:
                     pool.submit(use, model, 0).result()
             assert same(pool.submit(contextvars.copy_context().run, results, model, 0).result(), expected[0])
             assert same(results(model, 0), expected[0])
-        # The block of the other thread is the only one that is left.
+        # The session of the other thread is the only open one.
         assert same(pool.submit(results, model, 0).result(), expected[1])
         done.set()
         holding.result()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Branches of a conversation: what they share is held once, and each goes on as if it were alone."""
+"""Branches of a conversation: the shared prefix is stored once, and each branch goes on as if it were alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ stored = pytest.mark.parametrize("spec", HELD.values(), ids=HELD)
 
 
 def go_on(model: Any, press: Any, cache: Any, mask: Tensor, seed: int, length: int = 5) -> Tensor:
-    """Ask a question of a cache; returns the answer."""
+    """Generate an answer from a cache, and return it."""
     new = tokens(len(mask), length, seed=seed)
     with kvpress.reading(model, press):
         answer: Tensor = generate(model, new, grow(mask, length), past_key_values=cache).sequences[:, length:]
@@ -28,7 +28,7 @@ def go_on(model: Any, press: Any, cache: Any, mask: Tensor, seed: int, length: i
 
 
 def real_positions(cache: Any, mask: Tensor) -> list[Any]:
-    """Positions of kept pairs: a window, unlike what is sealed, holds those of padding too."""
+    """Return positions of kept pairs without padding, whose pairs a window holds too, unlike sealed segments."""
     pads = (1 - mask).sum(dim=1).tolist()
     return [
         [[[at for at in head if at >= pads[row]] for head in heads] for row, heads in enumerate(layer)]
@@ -44,7 +44,7 @@ def test_branches_go_on_as_copies_do_and_hold_their_prefix_once(spec: str, padde
     cache = prefill(model, press, ids, mask)
     copies = [copy.deepcopy(cache) for _ in range(3)]
     report = kvpress.memory_report(cache)
-    alone, watched = report.total_bytes, report.components.get("scores", 0)  # what is watched belongs to each
+    alone, watched = report.total_bytes, report.components.get("scores", 0)  # every branch has its own scores
     expected = [go_on(model, press, twin, mask, seed) for seed, twin in enumerate(copies)]
     branches = [kvpress.branch(cache, mask) for _ in range(2)]
     together = kvpress.memory_report(cache, *branches)
@@ -55,13 +55,13 @@ def test_branches_go_on_as_copies_do_and_hold_their_prefix_once(spec: str, padde
     for ours, theirs in zip((branches[0], cache, branches[1]), copies, strict=True):
         assert real_positions(ours, mask) == real_positions(theirs, mask)
     grown = sum(kvpress.memory_report(twin).total_bytes - alone for twin in copies)
-    if "conversation" not in spec and "kivi" not in spec:  # which evict or encode some of what was shared
+    if "conversation" not in spec and "kivi" not in spec:  # they evict or encode some of the shared pairs
         assert kvpress.memory_report(cache, *branches).total_bytes <= 1.02 * alone + 3 * max(0, grown) + 3 * 2**14
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "phi3", "gpt_oss", "qwen3_next"])
 def test_another_answer_and_another_turn_on_several_models(family: str) -> None:
-    """A turn is answered; then its question is edited in a branch from before it, and in one the answer is drawn again."""
+    """A turn is answered; then one branch edits the question, and another samples the answer again."""
     model, press = tiny_model(family, "eager"), kvpress.KnormPress(0.4)
     ids, mask = padded_batch([30, 22])
     cache = prefill(model, press, ids, mask)

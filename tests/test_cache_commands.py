@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands that keep a compressed text in a file and answer from it, as a user types them."""
+"""Commands that save a compressed text in a file and answer from it, as a user types them."""
 
 from __future__ import annotations
 

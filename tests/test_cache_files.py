@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache that was saved and loaded goes on as if nothing had happened, and a file that is not whole is not used."""
+"""A saved and loaded cache goes on as if nothing had happened, and an incomplete file is not used."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def through_a_file(cache: Any, model: Any, path: Path, **options: Any) -> Dynami
 
 
 def follow(model: Any, press: Any, cache: Any, mask: Tensor | None, steps: int = 10) -> Tensor:
-    """Logits of given tokens, read one by one behind a cache."""
+    """Return logits of fixed tokens, read one by one behind a cache."""
     outputs = []
     with kvpress.reading(model, press):
         for step in range(steps):
@@ -53,7 +53,7 @@ def follow(model: Any, press: Any, cache: Any, mask: Tensor | None, steps: int =
 
 
 def chosen_cases() -> list[Case]:
-    """Conversations of the fuzz in which every method comes: few, so always the one with the most that are left."""
+    """Return few conversations of the fuzz that use every method: always the one with the most missing methods."""
     cases, missing, more = [], set(methods()) - {"none"}, random_cases(0)
     candidates = {case: reaches(case) for case in ci_cases()}
     while missing:
@@ -73,7 +73,7 @@ CASES = chosen_cases()
 
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_every_press_goes_on_in_a_later_turn_as_if_its_cache_had_not_been_saved(number: int, tmp_path: Path) -> None:
-    """Conversations of the fuzz: every method with all others, codecs and selectors, models, batches and padding."""
+    """Conversations of the fuzz combine every method with others, codecs, selectors, models, batches and padding."""
     case = replace(CASES[number], turns="reading" if number % 2 else "2", beams=1)
     tree = tree_of(case.spec, case.family)
     talk = begin(case, tree)
@@ -92,7 +92,7 @@ def test_every_press_goes_on_in_a_later_turn_as_if_its_cache_had_not_been_saved(
     ("family", "spec"),
     [
         *((family, spec) for family in ("llama", "gemma3_text", "qwen3_next", "gpt_oss") for spec in STORAGES.values()),
-        ("mistral", "none"),  # all of whose layers slide
+        ("mistral", "none"),  # all of its layers slide
     ],
 )
 def test_layers_of_all_kinds_are_kept(family: str, spec: str, tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_what_all_layers_have_in_common_is_written_once_and_common_again(tmp_pat
     assert all(part.rotation is not None and part.rotation.angles is angles for part in coded)
     sizes = [kvpress.memory_report(stored).total_bytes for stored in (cache, loaded)]
     assert 0.95 * sizes[0] < sizes[1] <= sizes[0]
-    # Segments of a layer can be joined only while they have one book.
+    # Segments of a layer can be joined only while they share one codebook.
     assert torch.equal(follow(model, press, loaded, None, 70), follow(model, press, cache, None, 70))
     assert [len(layer.store.segments) for layer in loaded.layers] == [
         len(layer.store.segments) for layer in cache.layers
@@ -190,7 +190,7 @@ def test_another_process_answers_alike(tmp_path: Path) -> None:
 
 
 def small(tmp_path: Path, spec: str = STORAGES["composed"]) -> tuple[Any, DynamicCache, Path]:
-    """A model, a cache of it, and the file that the cache was saved to."""
+    """Return a model, a cache of it, and the file that the cache was saved to."""
     model, press = tiny_model("llama"), kvpress.get_press(spec)
     cache, path = prefill(model, press, tokens(2, 60)), tmp_path / "cache.kv"
     kvpress.save(cache, path, model, press)
@@ -226,7 +226,7 @@ def test_loading_maps_the_file_and_leaves_it_as_it_is(tmp_path: Path) -> None:
 
 
 def data(content: bytes) -> bytes:
-    """What follows the header of a file."""
+    """Return the content of a file behind its header."""
     return content[8 + int.from_bytes(content[:8], "little") :]
 
 
@@ -329,7 +329,7 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
 
 
 class Unnamed(kvpress.ScorerPress):
-    """A press that a spec cannot name."""
+    """Press that a spec cannot name."""
 
     def scores(self, view: Any) -> Tensor:
         return view.values.norm(dim=-1)
@@ -405,7 +405,7 @@ def test_two_writers_of_one_file_leave_a_whole_one(tmp_path: Path) -> None:
 
 
 class Newest(Observer):
-    """The newest query, in an observer that a user wrote."""
+    """Keeps the newest query: an observer of a user."""
 
     state_names = ("query",)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replayed decode steps give the tokens that steps run one by one give, and nothing on the host takes part in them.
+"""Replayed decode steps give the same tokens as eager steps, and use no value of the host.
 
-No GPU is needed: `Tape` stands in for CUDA graphs.
+No GPU is needed: `Tape` replaces CUDA graphs.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ def test_reading_a_compressed_context() -> None:
     assert torch.equal(*sequences)
 
 
-# -- what a replayed step depends on --------------------------------------------------------------------------
+# -- dependencies of a replayed step --------------------------------------------------------------------------
 
 
 def test_a_recorded_step_runs_again_without_the_host() -> None:
-    """Ten tokens through the recorded step alone, while every counter of the host stands still."""
+    """Ten tokens through the recorded step alone, without any counter of the host."""
     model, press = model_of("qwen3"), kvpress.get_press(SPECS["ragged"])
     ids, mask = PROMPTS["padded"]
     new = tokens(3, 12, seed=8)
@@ -119,7 +119,7 @@ def test_outputs_are_the_callers_to_keep() -> None:
 
 @pytest.mark.parametrize("spec", ["off", "kivi-quest", "ragged"])
 def test_calls_that_are_no_plain_step_fall_in_between(spec: str) -> None:
-    """A turn, hidden tokens, other rows and another cache, each between steps that are replayed."""
+    """A turn, hidden tokens, other rows and another cache, each between replayed steps."""
     model, press = model_of("llama"), kvpress.get_press(SPECS[spec])
     ids, mask = PROMPTS["padded"]
 
@@ -199,7 +199,7 @@ def test_memory_of_the_counters_is_reported() -> None:
 
 @pytest.mark.parametrize("blocks", [1, 2], ids=["one block", "a block each"])
 def test_threads_replay_steps_of_their_own(blocks: int) -> None:
-    """One after the other: a tape records whatever runs meanwhile, in other threads too."""
+    """One thread after another: a tape records everything that runs meanwhile, in other threads too."""
     model, press = model_of("llama"), kvpress.get_press(SPECS["kivi"])
     prompts = [tokens(1, 30), tokens(2, 22, seed=1)]
 

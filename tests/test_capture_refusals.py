@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models, presses and ways of generating whose decode steps cannot be replayed are refused."""
+"""Models, presses and ways of generation whose decode steps cannot be replayed are refused."""
 
 from __future__ import annotations
 

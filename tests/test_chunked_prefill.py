@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prompt that is read in chunks keeps the pairs of a prompt that is read whole."""
+"""A prompt that is read in chunks keeps the same pairs as in one pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.presses.evicting import EVICTING
 
 
 class FromHidden(kvpress.ScorerPress):
-    """A press of a user that scores from hidden states: it must be shown those of the whole prompt."""
+    """Press of a user that scores from hidden states, and needs those of the whole prompt."""
 
     def score(
         self, module: Any, hidden_states: Tensor, keys: Tensor, values: Any, attentions: Any, kwargs: Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that begin alike hold what they have in common once, and go on as rows of their own."""
+"""Rows with a common prefix store it once, and go on as separate rows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def in_common(cache: Any) -> list[CommonSegment]:
 
 
 def asked(model: Any, press: Any, cache: Any, mask: Tensor, ids: Tensor) -> Tensor:
-    """Read ids and eight answers to them; returns these."""
+    """Read ids and generate eight tokens; return these."""
     with kvpress.reading(model, press):
         sequences: Tensor = generate(model, ids, grow(mask, ids.shape[1]), past_key_values=cache).sequences
     return sequences[:, ids.shape[1] :]
@@ -118,7 +118,7 @@ def test_what_no_row_has_any_more_is_freed(spec: str) -> None:
     assert not in_common(cache)
     assert positions(cache) == positions(lone)
     shared, expected = (kvpress.memory_report(compressed).total_bytes for compressed in (cache, lone))
-    assert shared <= expected + 3 * 64  # places of streams
+    assert shared <= expected + 3 * 64  # offsets of streams
 
 
 @stored
@@ -140,7 +140,7 @@ def test_copies_branches_and_files_hold_it_once_too(spec: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("rows", [1, 7, 40])
 def test_attention_is_that_of_copies(rows: int) -> None:
-    """As many queries as kernels take at a time, and more; streams that are few rows, and many."""
+    """As many queries as kernels take at a time, and more; few streams and many."""
     model = tiny_model("llama")
     cache = prefill(model, kvpress.get_press("adakv(snapkv:0.5,window_size=4)"), tokens(3, 60))
     cache.batch_select_indices(torch.tensor([2, 0, 0, 1, 2, 0, 0, 2] * 5))

@@ -27,7 +27,7 @@ from tests.models import padded_batch, position_ids, tiny_model, tokens
 
 @dataclass
 class ValueNormPress(ScorerPress):
-    """As a user would write it: no call of `super().__post_init__`."""
+    """Written as a user would: without a call of `super().__post_init__`."""
 
     power: float = 1.0
 
@@ -42,7 +42,7 @@ class ValueNormPress(ScorerPress):
 
 
 class QueryPress(ScorerPress):
-    """Projects the hidden states itself, as many of its presses do."""
+    """Projects the hidden states itself, as many presses of NVIDIA kvpress do."""
 
     def score(self, module, hidden_states, keys, values, attentions, kwargs):
         groups = module.config.num_attention_heads // keys.shape[1]
@@ -60,7 +60,7 @@ class EveryOtherPress(BasePress):
 
 
 class AveragePress(BasePress):
-    """Rewrites values, so that positions cannot be told from them."""
+    """Rewrites values, so that they do not reveal positions."""
 
     def compress(self, module, hidden_states, keys, values, attentions, kwargs):
         return keys[:, :, :10], values[:, :, :10] * 0.5
@@ -213,7 +213,7 @@ def test_constructors_have_the_order_and_the_defaults_of_the_peer(name: str) -> 
 
 
 def test_attributes_that_its_evaluation_sets() -> None:
-    """What `evaluate.py` writes to a press before it is used."""
+    """`evaluate.py` sets these attributes before it uses a press."""
     settings: list[tuple[Any, str, Any]] = [
         (kvpress.DMSPress(KnormPress()), "threshold", -3.0),
         (kvpress.DuoAttentionPress(on_the_fly_scoring=True), "head_compression_ratio", 0.5),
@@ -291,7 +291,7 @@ def test_a_wrapper_with_scores_counts_as_a_scorer() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "olmo2", "smollm3"])
 def test_vectors_before_the_rotary_embedding_are_the_models_own(family: str) -> None:
-    """They are unrotated where the rotary embedding has no angle: for the first token, and at any place in one of them."""
+    """They equal the stored keys of the first token, whose angle is 0, and have the norms of all stored keys."""
     model, by_layer = tiny_model(family), {}
 
     class Asking(BasePress):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The comparison with other runtimes on a CPU: what is missing says so, nobody waits for ever, ratios mean what they say."""
+"""Comparison with other runtimes on a CPU: missing runtimes are reported, waits end, and ratios are right."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MISSING = ("onnxruntime", "openvino", "gguf")
 
 @pytest.fixture
 def no_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without peers, whatever is installed on this one."""
+    """Machine without other runtimes, even where some are installed."""
     for name in MISSING:
         (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError(\"No module named '{name}'\")\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -47,7 +47,9 @@ def test_ours_are_measured_and_peers_that_are_not_installed_are_rows_that_say_so
         assert rows[name]["failed"] == f"ModuleNotFoundError: No module named '{module}'"
     int4 = rows["ours int4"]
     assert 0 < int4["min_ms"] <= int4["median_ms"]
-    assert int4["cache_mib"] == 512 * 2 * 8 * 128 * 5 / 8 / 2**20  # 4 bits, and a scale and a zero of 16 bits for 32
+    assert (
+        int4["cache_mib"] == 512 * 2 * 8 * 128 * 5 / 8 / 2**20
+    )  # 4 bits, and 2 x 16 bits of scale and zero point for 32 values
     assert int4["peak_mib"] > int4["cache_mib"]
     assert 0.05 < int4["error"] < 0.5
     assert env.cpu_level() is None

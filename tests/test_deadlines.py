@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sender that is silent, or sends a few bytes now and then, is not waited for without end."""
+"""A sender that is silent, or sends a few bytes now and then, runs into a deadline."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_layers_that_do_not_come_end_a_pass(stream: Any) -> None:
     content = content_of(model)
     send(
         content[: 8 + int.from_bytes(content[:8], "little") + 40]
-    )  # the block that all layers have in common is digest alone
+    )  # the block that all layers share consists of a digest only
     cache = kvpress.receive(ours, model, timeout=SLOW, wait=False)
     with (
         pytest.raises(ConnectionError, match=r"layer 0 of the cache did not arrive.*`timeout`"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The distribution is called kvpress-toolkit, and does not run beside another one that installs a package `kvpress`."""
+"""The distribution is called kvpress-toolkit, and refuses to run beside another distribution of a package `kvpress`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PAGES = [
 def installed(site: Path, *metadata: str, package: str | None = None) -> subprocess.CompletedProcess[str]:
     """Import the package from a folder with the metadata of distributions.
 
-    `package` is what another `__init__.py` holds, of which the command learns; it is empty where there is none.
+    `package` is the source of another `__init__.py`, which the command finds; empty without one.
     """
     (site / "kvpress").mkdir()
     (site / "kvpress_eval").mkdir()

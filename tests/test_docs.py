@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generated pages say what the code says now, and what they say is true."""
+"""Generated pages are up to date with the code, and their statements are true."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WRITTEN = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "notebooks")
 ENTRIES = kvpress.list_presses()
 REFUSALS = [refusal for entry in ENTRIES for refusal in entry.refuses]
 OF_A_MODEL = {"rlkv", "restorekv"}
-"""Presses that need what somebody has learned for a model, and do not find it beside the reference model."""
+"""Presses that need a calibration file, which the reference model does not come with."""
 MEASURABLE = [entry for entry in ENTRIES if entry.name not in OF_A_MODEL]
 
 
@@ -94,7 +94,7 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Return what the headings of a page can be linked to by."""
+    """Return the anchors of the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

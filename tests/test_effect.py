@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A press that does nothing is refused by commands, and said of in a block; one that did nothing is marked."""
+"""A press without effect is refused by commands, warned about in a session, and marked in tables."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Presses on models of many kinds: a sample of `benchmarks/families.py`, and ways of generating on the unusual ones."""
+"""Presses on models of many kinds: a sample of `benchmarks/families.py`, and ways of generation on unusual models."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ tiny_model = cache(tiny.tiny)
 
 SAMPLE = (
     "gpt_neox",  # names its cache `layer_past`
-    "gpt_bigcode",  # one kv head, whatever its configuration says
+    "gpt_bigcode",  # one KV head, against its configuration
     "ctrl",
-    "jetmoe",  # repeats its kv heads as a whole
+    "jetmoe",  # repeats its block of KV heads
     "gemma3n_text",  # later layers read the pairs of an earlier one
     "gemma4_text",
     "falcon_h1",  # pairs and a state in one layer
@@ -33,10 +33,10 @@ SAMPLE = (
     "bart",
     "llama4_text",
     "kimi_linear",  # latents in some layers, states in the others
-    "git",  # its attention knows neither its configuration nor the attention interface
-    "gpt_neo",  # names its layers of the cache `layer_id`
+    "git",  # its attention has no configuration and no attention interface
+    "gpt_neo",  # calls the index of a layer `layer_id`
     "mpt",
-    "modernbert-decoder",  # what it calls its decoder is its output projection
+    "modernbert-decoder",  # its attribute `decoder` is its output projection
 )
 REFUSALS = {
     "diffllama": "other keys or values than those in its cache",
@@ -111,7 +111,7 @@ def test_layers_that_lend_their_pairs_evict_after_the_last_reader(spec: str) -> 
 
 
 class OtherLayer(DynamicLayer):
-    """A layer that may store pairs in any way."""
+    """Cache layer with a storage of its own."""
 
 
 @pytest.mark.parametrize("filled", [True, False])

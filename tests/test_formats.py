@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds for every storage format, because its tensors are declared: rows, weights, files, devices, bytes."""
+"""Properties of every storage format that follow from its declared tensors: rows, weights, files, devices, bytes."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class Momentum:
 
 
 class Counting(DenseCodec):
-    """Counts its sealings in the state of the layer."""
+    """Codec that counts its sealings in the state of the layer."""
 
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
         momentum = sealing.state.setdefault("momentum", Momentum(torch.zeros(2)))
@@ -210,7 +210,7 @@ def test_the_report_counts_all_that_a_cache_and_its_copies_hold(spec: str, padde
     for layer in cache.layers:
         layer.store.codec_state["table"] = torch.zeros(50)
     twin = copy.deepcopy(cache)
-    # A copy that steps on its own shares sealed tensors, the memory of a selector included.
+    # A copy that goes on by itself shares sealed tensors, the memory of a selector included.
     assert kvpress.memory_report(cache).total_bytes == held(cache)
     assert kvpress.memory_report(twin).total_bytes == held(twin)
     windows = sum(held(layer.store.window) for layer in twin.layers)
@@ -221,7 +221,7 @@ def test_the_report_counts_all_that_a_cache_and_its_copies_hold(spec: str, padde
 
 @dataclass(eq=False, repr=False)
 class SignSegment(Segment):
-    """Keys as signs with one scale per pair; values as they are."""
+    """Segment with keys as signs with one scale per pair, and plain values."""
 
     signs: Annotated[Tensor, per_pair("codes")]
     scale: Annotated[Tensor, per_pair("scales")]
@@ -234,7 +234,7 @@ class SignSegment(Segment):
 
 
 class SignCodec(DenseCodec):
-    """Encodes pairs so."""
+    """Codec of sign segments."""
 
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
         signs = pack_codes((segment.keys > 0).to(torch.uint8), 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two GPU benchmarks, rehearsed on the CPU with tiny sizes: every row runs, and a failure costs only itself."""
+"""The two GPU benchmarks on the CPU with tiny sizes: every row runs, and a failure costs only its own row."""
 
 from __future__ import annotations
 

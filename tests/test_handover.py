@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process reads and compresses, another one generates: the same tokens, and nothing is left of a transfer that fails."""
+"""One process compresses and another one generates: the tokens are the same, and a failed transfer leaves nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def follow(model: Any, press: Any, cache: Any, steps: int = 6) -> Tensor:
 
 
 def sent(model: Any, cache: Any, **options: Any) -> bytes:
-    """The bytes of a cache."""
+    """Return the bytes of a cache."""
     stream = io.BytesIO()
     assert kvpress.send(cache, stream, model, **options) == stream.tell()
     return stream.getvalue()
@@ -87,7 +87,7 @@ def test_what_goes_through_is_what_is_held(spec: str) -> None:
 
 
 class Gated(io.RawIOBase):
-    """The bytes of a cache, of which those behind the first layer come once the gate is open, at most a few at a time."""
+    """Bytes of a cache as a stream: the first layer at once, the others through a gate, a few at a time."""
 
     def __init__(self, content: bytes, first: int) -> None:
         self.content, self.first, self.at = content, first, 0
@@ -104,7 +104,7 @@ class Gated(io.RawIOBase):
 
 
 def end_of_layer(content: bytes, index: int = 0) -> int:
-    """How many bytes a layer and all that comes before it take."""
+    """Return the number of bytes up to the end of a layer."""
     header = container.receive_header(io.BytesIO(content).readinto, None)
     return 8 + int.from_bytes(content[:8], "little") + header.blocks[index + 1][2] + (index + 2) * container.DIGEST
 
@@ -123,7 +123,7 @@ def test_layers_are_read_while_others_are_on_their_way(family: str) -> None:
     model, press = tiny_model(family), kvpress.get_press(PRESS)
     cache = prefill(model, press, tokens(2, 60))
     content = sent(model, cache)
-    first = full_layers(model)[0]  # what begins to read a cache looks at this one
+    first = full_layers(model)[0]  # a reader of a cache begins with this layer
     stream = Gated(content, end_of_layer(content, first))
     received = kvpress.receive(stream, model, wait=False)
     with noticed(model.model.layers[first], stream.gate):  # or the transfer never goes on
@@ -155,7 +155,7 @@ def test_a_transfer_that_is_aborted_leaves_nothing_at_the_receiver() -> None:
     cut = io.BytesIO(content[: end_of_layer(content) + 100])
     received = kvpress.receive(cut, model, wait=False)
     with pytest.raises(ConnectionError, match=r"layer 1 of the cache did not arrive: .*the sender has gone"):
-        follow(model, kvpress.get_press(PRESS), received)  # which remembers its last cache
+        follow(model, kvpress.get_press(PRESS), received)  # this press remembers its last cache
     gone = weakref.ref(received.layers[0].store)
     del received
     gc.collect()

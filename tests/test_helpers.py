@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helper methods that presses of NVIDIA kvpress have: each is right when it is called, and asked when a user overrides it."""
+"""Helper methods of presses of NVIDIA kvpress: each computes the right result, and an override is called."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ LENGTH = 40
 
 
 class Asked(list[str]):
-    """Names of the helpers that were asked."""
+    """Names of the helpers that were called."""
 
 
 def overriding(base: type[Any], name: str, replacement: Any = None) -> tuple[type[Any], Asked]:
-    """A class that notes when its helper is asked, and answers as its base class does, or by `own`."""
+    """Return a subclass that records calls of a helper, and answers by its base class or by `replacement`."""
     calls = Asked()
     static = isinstance(vars(base).get(name), staticmethod)
     theirs = getattr(base, name)
@@ -38,7 +38,7 @@ def overriding(base: type[Any], name: str, replacement: Any = None) -> tuple[typ
 
 
 def real(model: Any) -> tuple[Any, dict[str, Any]]:
-    """The first attention module, and its arguments, keys and values on a prompt."""
+    """Return the first attention module, and its arguments, keys and values on a prompt."""
     module, hidden, keys, values, _, caught = arguments(model, LENGTH)
     return module, {**caught, "hidden_states": hidden, "keys": keys, "values": values}
 
@@ -55,7 +55,7 @@ OVERRIDES = {
 @pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
 @pytest.mark.parametrize("name", OVERRIDES)
 def test_an_override_that_answers_as_its_base_changes_nothing(name: str, padded: bool) -> None:
-    """So the helper is asked, and with what it needs; inside wrappers too."""
+    """The helper is called with all that it needs, inside wrappers too."""
     model, (base, settings) = tiny_model("qwen3"), OVERRIDES[name]
     ids, mask = padded_batch([LENGTH, 31]) if padded else (tokens(2, LENGTH), None)
     kind, calls = overriding(base, name)
@@ -103,7 +103,7 @@ def test_overrides_decide() -> None:
 
 
 class NumberedFromZero(kvpress.KeyRerotationPress):
-    """Turns keys by the difference of their index and their place, as NVIDIA kvpress does."""
+    """Rotates keys by the difference of index and position, as NVIDIA kvpress does."""
 
     @staticmethod
     def rerotate_keys(module: Any, indices: Tensor, keys: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ class NumberedFromZero(kvpress.KeyRerotationPress):
 
 @pytest.mark.parametrize("inner", [KnormPress(0.5), kvpress.AdaKVPress(KnormPress(0.5))], ids=["even", "ragged"])
 def test_keys_that_a_user_turns_are_where_ours_are(inner: Any) -> None:
-    """A cache numbered from 0 keeps its distances, after an eviction and after the next one."""
+    """Keys numbered from 0 keep their distances, after an eviction and after the next one."""
     model, (ids, mask) = tiny_model("llama"), padded_batch([LENGTH, 31])
     outcomes = []
     for kind in (kvpress.KeyRerotationPress, NumberedFromZero):
@@ -137,7 +137,7 @@ def test_keys_that_a_user_turns_are_where_ours_are(inner: Any) -> None:
 
 
 def test_rerotated_keys_are_those_of_a_prompt_of_the_kept_tokens() -> None:
-    """Of the first layer, whose keys depend on the token alone."""
+    """Keys of the first layer depend on the token alone."""
     model = tiny_model("llama")
     module, call = real(model)
     at = torch.tensor([1, 5, 6, 20])
@@ -173,7 +173,7 @@ def test_layer_budgets_are_those_that_layers_keep() -> None:
 
 
 class AsUsersDo(SnapKVPress):
-    """Has the `score` of NVIDIA kvpress, which asks the helper itself."""
+    """Has the `score` of NVIDIA kvpress, which calls the helper itself."""
 
     def score(self, module: Any, hidden_states: Any, keys: Any, values: Any, attentions: Any, kwargs: Any) -> Tensor:
         w, embeddings = self.window_size, kwargs["position_embeddings"]
@@ -195,7 +195,7 @@ def test_helpers_that_a_users_score_asks_are_those_of_our_own() -> None:
     settings = {"window_size": 4, "kernel_size": 3}
     cache = prefill(model, AsUsersDo(0.5, **settings), ids, mask)
     assert positions(cache) == positions(prefill(model, SnapKVPress(0.5, **settings), ids, mask))
-    # Without position_ids, padding counts for positions, which hidden states alone do not show.
+    # Without position_ids, padding counts as positions, which hidden states alone do not show.
     ids, mask = tokens(2, LENGTH), None
     settings = {"use_covariance": False, "use_vnorm": False, "n_sink": 0}
     cache = prefill(model, AsExpected(0.5, **settings), ids, mask)
@@ -247,7 +247,7 @@ def test_names_of_modules_there() -> None:
 
 
 class Marking(kvpress.AdaKVPress):
-    """Calls the `compress` of a head-wise press, which marks what it evicts on the module."""
+    """Calls the `compress` of a head-wise press, which marks evicted pairs on the module."""
 
     def compress(self, module: Any, hidden_states: Any, keys: Any, values: Any, attentions: Any, kwargs: Any) -> Any:
         keys, values = super().compress(module, hidden_states, keys, values, attentions, kwargs)
@@ -263,7 +263,7 @@ def test_a_head_wise_compress_marks_what_it_evicts() -> None:
     press = kvpress.AdaKVPress(KnormPress(0.5))
     assert press.compress(module, *inputs)[0].shape[2] == LENGTH
     assert len(module.masked_key_indices[0]) == 2 * 2 * 20
-    # Marks that were left by hand are nobody's inside a block.
+    # Marks that were set outside a session are ignored inside it.
     assert pairs(prefill(model, Whole(), ids)) == {LENGTH}
     assert not hasattr(module, "masked_key_indices")
 

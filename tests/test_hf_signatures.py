@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `kvpress/hf/` relies on in transformers. A failure here names what changed, before any numeric test does."""
+"""Signatures and behaviour of transformers that `kvpress/hf/` relies on.
+
+A failure here names the change, before any numeric test fails.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,7 @@ def test_get_interface() -> None:
 
 
 class Spy:
-    """Stands in for our two functions and records what transformers hands them."""
+    """Replaces our two functions and records the arguments from transformers."""
 
     def __init__(self) -> None:
         self.mask: list[dict[str, Any]] = []
@@ -138,7 +141,7 @@ def test_what_attention_modules_are_given() -> None:
 @pytest.mark.parametrize("name", sorted({CACHE, "past_key_values"}))
 @pytest.mark.parametrize("spec", ["knorm:0.5", "bounded(knorm:0.5):chunk=8"])
 def test_a_cache_may_be_given_by_each_of_its_names(spec: str, name: str) -> None:
-    """`past_key_values` is another name of `cache` from transformers 5.24 on."""
+    """`past_key_values` is a second name of `cache` from transformers 5.24 on."""
     model, ids = tiny_model("llama"), tokens(1, 40)
     with kvpress.get_press(spec)(model) as session, torch.no_grad():
         cache = DynamicCache(config=model.config)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory for pairs that every token reads."""
+"""Huge pages for pairs that every token reads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def rows(dtype: torch.dtype = torch.bfloat16, size: int = LEAST_BYTES) -> Tensor
 
 
 def asks_for_huge_pages(*tensors: Tensor) -> list[bool]:
-    """What the kernel says of the mapping that the middle of each tensor is in."""
+    """Return, for each tensor, whether the kernel was advised to use huge pages for its middle."""
     mappings = []
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, *fields = line.split()
@@ -94,7 +94,7 @@ def test_rows_stay_where_there_are_no_huge_pages(refusing: object, monkeypatch: 
 
 
 def stored(declared: Held) -> list[Tensor]:
-    """What a format has for every pair, or group of pairs."""
+    """Return the tensors of a format with an entry for every pair, or group of pairs."""
     tensors = []
     for name in declared.stored_names():
         value, kind = getattr(declared, name), declared.declared()[name].kind

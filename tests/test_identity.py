@@ -23,7 +23,7 @@ MODES: dict[str, dict[str, Any]] = {
     "sequences": {"do_sample": True, "num_return_sequences": 2},
     "chunked": {"prefill_chunk_size": 7},
 }
-# Their attention needs what sdpa cannot do (soft caps, sinks).
+# Their attention needs features that sdpa lacks (soft caps, sinks).
 EAGER_ONLY = {"gemma2", "gpt_oss"}
 OFF = ["none", "snapkv:0", "kivi:bits=2,residual_length=4096", "quest:budget=4096"]
 
@@ -103,7 +103,7 @@ def test_second_turn(family: str, all_ids: bool) -> None:
 def test_few_tokens_behind_many_are_read_without_copies_for_every_query_head(
     family: str, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As drafts are verified. Attention that is not torch's sdpa stays the model's own."""
+    """Several tokens in one pass, as drafts are checked; a model with an attention of its own keeps it."""
     monkeypatch.setattr(functions, "MANY", 24)
     model = tiny_model(family, "eager" if native else "sdpa")
     (ids, mask), new = padded_batch([40, 27]), tokens(2, 5, seed=3)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Importing the package is cheap and changes nothing; one file knows transformers."""
+"""Importing the package is cheap and has no side effect; one file imports transformers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if "data" not in path.re
 
 
 def python(code: str) -> str:
-    """Run code in a fresh interpreter and return what it prints."""
+    """Run code in a new interpreter and return its output."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)  # noqa: S603
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -84,7 +84,7 @@ def test_every_public_name_exists_and_nothing_else() -> None:
 
 
 def imports(path: Path) -> set[str]:
-    """Top-level packages that a source file imports anywhere, lazily or not."""
+    """Return the top-level packages that a source file imports anywhere, lazily or not."""
     modules = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -100,17 +100,17 @@ RANKS = (
     "env", "signals", "counts", "kernels", "cache", "observe", "core", "presses", "quant", "sparse",
     "calibrate", "hf", "diffusion", "speculation", "utils", "pipeline", "plan", "terminal", "cli",
 )  # fmt: skip
-"""Rooms of the library, those that others build on first: a module knows its own room and those before it."""
+"""Rooms of the library, lowest first: a module imports its own room and the rooms before it."""
 
 
 def name_of(path: Path) -> str:
-    """Name of a module below `kvpress`, without the package; the package itself is empty."""
+    """Return the name of a module below `kvpress`, without the package; empty for the package itself."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def arrows() -> dict[str, set[str]]:
-    """Modules of the library that each module imports anywhere: at its top, in functions, for type checkers."""
+    """Return all imports of the library within itself: at the top of a module, in functions, for type checkers."""
     names = {name_of(path) for path in SOURCES}
     imported: dict[str, set[str]] = {}
     for path in SOURCES:
@@ -126,7 +126,7 @@ def arrows() -> dict[str, set[str]]:
 
 
 def rank(module: str) -> int:
-    """Place of the room that a module lies in."""
+    """Return the index of the room that a module belongs to."""
     return max(
         (place for place, room in enumerate(RANKS) if module == room or module.startswith(f"{room}.")),
         key=lambda place: len(RANKS[place]),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report counts what is really held, and what was evicted is really gone."""
+"""Reported bytes are all bytes held, and evicted pairs are freed."""
 
 from __future__ import annotations
 
@@ -56,17 +56,17 @@ PRESSES = [
     f"adakv(expected_attention:0.5) + {KIVI}4 + {QUEST}",
 ]
 LEAVE_ALL = ("none", QUEST, DECODING, "tidal_decode:budget=12,skip_layers=0")
-"""What leaves all of a prompt that is read."""
+"""Presses that keep a whole prompt."""
 
 
 def held(root: Any) -> int:
-    """Bytes of the storages behind all reachable tensors, each once."""
+    """Return the bytes of the storages behind all reachable tensors, each once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in reachable(root)}
     return sum(storages.values())
 
 
 def cached_layouts(cache: Any) -> int:
-    """Bytes of lengths and offsets that layouts keep on the host: a few numbers per stream, not per pair."""
+    """Return the bytes of lengths and offsets that layouts keep on the host: a few numbers per stream, not per pair."""
     stores = [layer.store for layer in cache.layers if hasattr(layer, "store")]
     segments = [segment for store in stores for segment in store.sealed]
     indexes = [index for owner in (*stores, *segments) for index in owner.index.values()]
@@ -228,7 +228,7 @@ def test_copies_share_what_is_sealed(spec: str) -> None:
     assert all(
         t.untyped_storage().data_ptr() in shared for s in sealed for group in s.storage().values() for t in group
     )
-    # Layouts note their offsets as tensors when they are first asked.
+    # Layouts create the tensors of their offsets on first use.
     before = [t.clone() for t in reachable(cache, Layout)]
     with kvpress.reading(model, press):
         for n, twin in enumerate(copies):
@@ -246,7 +246,7 @@ def test_bits_per_value_of_kivi_in_closed_form(bits: int, dtype: torch.dtype) ->
     encoded = (length - residual) // group * group
     wide = 8 * dtype.itemsize
     parameter = 32 if dtype == torch.float32 else 16
-    # Keys: scale and zero per channel and 32 tokens; values: per token and 32 channels.
+    # Keys: scale and zero point per channel and 32 tokens; values: per token and 32 channels.
     per_value = bits + 2 * parameter / group
     expected = (encoded * per_value + (length - encoded) * wide) / length
     assert dim == group

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages name what to write, and what users write is taken as they mean it."""
+"""Messages name the fix, and commands accept input in the forms that users write."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ QUERIES = Wanted(RecentQueries, 4)
 
 @dataclass
 class Forgetful(ScorerPress):
-    """Reads queries, and does not list them."""
+    """Reads queries, but does not list them."""
 
     def scores(self, view: Any) -> Any:
         return view.newest_queries(QUERIES).new_zeros(view.shape)

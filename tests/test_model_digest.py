@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cache files, prefix stores and calibration files accept the model that they were made with, and no other one."""
+"""Cache files, prefix stores and calibration files accept only the model that they were made with."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SPEC = "qfilter:0.5,filters='{}'"
 
 
 class Adapted(nn.Module):
-    """A linear layer with adapters, of the form that PEFT gives it; the base layer comes first."""
+    """Linear layer with adapters, of the form that PEFT gives it; the base layer comes first."""
 
     def __init__(self, base: nn.Linear, names: tuple[str, ...] = ("default",)) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Adapted(nn.Module):
 
 
 class PlainAdapted(nn.Module):
-    """A linear layer with one adapter, without names or switches."""
+    """Linear layer with one adapter, without names or switches."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class PlainAdapted(nn.Module):
 
 
 class Packed(nn.Module):
-    """A linear layer of eight numbers to a word, as GPTQ keeps it: buffers, and no parameter."""
+    """Linear layer with eight numbers in a word, as GPTQ stores it: buffers, and no parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def files(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a cache file, a prefix store and a calibration file of one model."""
+    """Return a folder with a cache file, a prefix store and a calibration file of one model."""
     folder = tmp_path_factory.mktemp("files")
     kvpress.save(prefill(model, kvpress.get_press("knorm:0.5"), IDS), folder / "cache.kv", model)
     kvpress.PrefixStore(folder / "store").read(model, None, IDS)
@@ -199,7 +199,7 @@ def test_adapters_count_while_they_act() -> None:
     }
     assert len({first, base, *others.values()}) == 6
     assert digest(active_adapters="first") == first
-    assert digest(scaling={"first": 2.0, "second": 7.0}) == first  # the second does not act
+    assert digest(scaling={"first": 2.0, "second": 7.0}) == first  # the second adapter is off
     assert digest(disable_adapters=True) == digest(active_adapters=[]) == digest(merged_adapters=["first"]) == base
     layers[0].lora_B["second"].weight.data += 1
     assert digest() == first

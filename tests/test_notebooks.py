@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every notebook runs on the reference model, and stores what it then shows."""
+"""Every notebook runs on the reference model, and stores its current output."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def text_of(cell: NotebookNode) -> str:
 
 
 def words(cell: NotebookNode) -> list[str]:
-    """Return what a cell shows without its numbers, which depend on the processor."""
+    """Return the output of a cell without its numbers, which depend on the processor."""
     return re.findall(r"[A-Za-z_]{2,}", text_of(cell))
 
 
 def in_one_kernel(notebooks: Iterable[NotebookNode], folder: Path) -> None:
-    """Run notebooks behind each other, each without the names of those before; a kernel for each starts for long."""
+    """Run notebooks one after another in a single kernel, which starts slowly; names are deleted in between."""
     cells = [cell for notebook in notebooks for cell in (nbformat.v4.new_code_cell("%reset -f"), *notebook.cells)]
     execute(nbformat.v4.new_notebook(cells=cells), folder)
 

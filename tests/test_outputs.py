@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No command replaces a file that it was not told to replace, nor ever one that it reads."""
+"""No command replaces a file without --force, nor ever a file that it reads."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_report_replaces_its_own_pages_and_no_others(text: Path, tmp_path: Pat
     assert "table.md exists" in said(refused)
     assert (folder / "table.md").read_text() == "years of work"
     assert not (folder / "report.html").exists()
-    for force in (["--force"], []):  # the second time the page is one that the command wrote
+    for force in (["--force"], []):  # the second time, the page is one that the command wrote
         assert run(text, "report", str(figures), "--out", str(folder / "report.html"), *force).exit_code == 0
     assert "is also read" in said(run(text, "report", str(figures), "--out", str(figures), "--force"))
     assert figures.read_bytes() == before

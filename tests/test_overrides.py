@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users' classes may bring beside `score`: hooks, masks, attributes with names of ours; and calls by hand."""
+"""Methods and attributes of users' classes beside `score`: hooks, masks, names of ours; and direct calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.models import padded_batch, position_ids, tiny_model, tokens
 
 
 def loudest(model: Any, ids: Tensor, count: int) -> list[list[list[list[int]]]]:
-    """Positions of the largest values of a prompt, by layer, row and head."""
+    """Return positions of the largest values of a prompt, by layer, row and head."""
     cache = model(ids, past_key_values=DynamicCache()).past_key_values
     best = [layer.values.norm(dim=-1).topk(count, dim=-1).indices.sort(dim=-1).values for layer in cache.layers]
     return [layer.tolist() for layer in best]
@@ -35,7 +35,7 @@ class ByValue(ScorerPress):
 
 
 class Watching(ByValue):
-    """Looks at every pass and lets the base class evict."""
+    """Observes every pass and leaves eviction to the base class."""
 
     def __post_init__(self) -> None:
         self.seen: list[tuple[int, int, int]] = []
@@ -205,7 +205,7 @@ NAMES = (
 
 
 class Collecting(KnormPress):
-    """Keeps things under names that this library uses itself."""
+    """Uses names of this library for attributes of its own."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -270,7 +270,7 @@ class OwnAdaKV(kvpress.AdaKVPress):
 
 
 class Halving(KnormPress):
-    """Adds something to what its base class keeps."""
+    """Adds an attribute to those of its base class."""
 
     def compress(self, module: Any, hidden_states: Any, keys: Any, values: Any, attentions: Any, kwargs: Any) -> Any:
         keys, values = super().compress(module, hidden_states, keys, values, attentions, kwargs)
@@ -292,7 +292,7 @@ def test_the_compress_of_a_users_class_counts_whatever_it_derives_from() -> None
 
 
 def arguments(model: Any, length: int = 40) -> tuple[Any, ...]:
-    """What the first attention layer gets and stores of a prompt: arguments of `compress` by hand."""
+    """Return arguments of a direct call of `compress`: inputs of the first attention layer and its stored pairs."""
     caught: dict[str, Any] = {}
     module = model.model.layers[0].self_attn
     handle = module.register_forward_pre_hook(lambda _, args, kwargs: caught.update(kwargs), with_kwargs=True)
@@ -337,7 +337,7 @@ def test_compress_by_hand_keeps_what_the_press_keeps(spec: str, family: str) -> 
 
 @pytest.mark.parametrize("family", ["llama", "glm4"])
 def test_rerotated_keys_by_hand_are_numbered_from_0(family: str) -> None:
-    """They are those of a cache that counts the pairs that it holds, as after a prompt of so many tokens."""
+    """The keys have the positions of a prompt of as many tokens as pairs are kept."""
     model = tiny_model(family)
     module, hidden, keys, *inputs = arguments(model)
     rotate = sys.modules[type(module).__module__].apply_rotary_pos_emb
@@ -404,7 +404,7 @@ def test_scores_by_hand_need_no_kwargs() -> None:
 
 
 class ByHiddenState(ScorerPress):
-    """Scores a token by its own hidden state, in another way for every head."""
+    """Scores a token by its own hidden state, differently for every head."""
 
     def score(self, module: Any, hidden_states: Any, keys: Any, values: Any, attentions: Any, kwargs: Any) -> Tensor:
         assert hidden_states.shape[1] == keys.shape[2] == kwargs["position_embeddings"][0].shape[1]
@@ -419,7 +419,7 @@ class ByHiddenState(ScorerPress):
     ids=["chunk", "block"],
 )
 def test_scorers_of_hidden_states_get_those_of_the_pairs(wrapper: Any, padded: bool) -> None:
-    """Scores that do not depend on other tokens choose the same in blocks; in chunks, the best of every chunk."""
+    """Scores that do not depend on other tokens choose the same pairs in blocks; in chunks, the best of each chunk."""
     model = tiny_model("llama")
     ids, mask = padded_batch([24, 17]) if padded else (tokens(2, 24), None)
     kept = positions(prefill(model, wrapper(ByHiddenState(0.5)), ids, mask))

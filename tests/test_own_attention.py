@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that read their cache by themselves: latents (MLA), and attention that does not call the interface of transformers."""
+"""Models that read their cache themselves: latents (MLA), and attention without the interface of transformers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pairs_of(outcome: Run) -> Any:
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_evicted_is_not_read(kind: str, spec: str) -> None:
-    """Heads may keep different pairs, and different numbers of them."""
+    """Heads may keep different pairs, and different numbers of pairs."""
     model, prompt, outcome = tiny_model(kind), Prompt(), run(kind, spec)
     expected = Oracle(model, kvpress.kept_positions(pairs_of(outcome)), grown(prompt.run(model).cache)).run(prompt)
     for ours, theirs in zip(outcome.logits, expected.logits, strict=True):
@@ -65,8 +65,8 @@ def test_memory_is_freed(kind: str) -> None:
 def test_a_padded_row_is_that_row_alone(kind: str, spec: str) -> None:
     model, lengths = tiny_model(kind), [30, 17]
     _, mask = padded_batch(lengths)
-    random_ids = torch.arange(60).view(2, 30) + 20  # a token that comes twice has two keys of one norm
-    ids = torch.where(mask.bool(), random_ids, 0)
+    distinct_ids = torch.arange(60).view(2, 30) + 20  # two equal tokens would have two keys of one norm
+    ids = torch.where(mask.bool(), distinct_ids, 0)
     settings: dict[str, Any] = {
         "max_new_tokens": 5,
         "do_sample": False,
@@ -149,7 +149,7 @@ def test_threads_do_not_see_each_other() -> None:
 
 
 class OldestPress(kvpress.ScorerPress):
-    """Written for NVIDIA kvpress: scores from keys, with one hidden state for each of them."""
+    """Press for NVIDIA kvpress: scores from keys, with one hidden state for each key."""
 
     def score(self, module: Any, hidden_states: Tensor, keys: Tensor, *arguments: Any) -> Tensor:
         del module, arguments

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grids of pairs meet every pair, in few rows, the same ones every time."""
+"""Grids of pairs cover every pair in few rows, and are the same every time."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole passes: what a press is told after them, and reading tokens behind a cache without changing it."""
+"""Whole passes: presses are notified after them, and tokens are read behind a cache without a change of it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def model_of(family: str) -> Any:
 
 @dataclass
 class Recording(kvpress.BasePress):
-    """Keeps what it is told, and can be given something to do."""
+    """Records its notifications, and may act on them."""
 
     act: Any = None
     passes: list[Any] = field(default_factory=list)
@@ -60,7 +60,7 @@ def forward(model: Any, ids: Tensor, cache: Any, mask: Tensor | None = None) -> 
 
 
 def state(cache: Any) -> list[Tensor]:
-    """Everything that a cache remembers about its tokens."""
+    """Return all state of a cache that depends on its tokens."""
     tensors = []
     for layer in cache.layers:
         if hasattr(layer, "store"):
@@ -286,7 +286,7 @@ def test_an_error_while_reading_leaves_the_cache_as_it_was() -> None:
 
 @pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
 def test_reading_once_more_with_everything_visible(padded: bool) -> None:
-    """Tokens that were generated over chosen pages get the keys and values that full attention gives them."""
+    """Tokens that were generated over selected pages get the keys and values of full attention."""
     model = tiny_model("llama")
     quest = kvpress.get_press("quest:budget=4,page_size=4,skip_layers=0")
     ids, mask = padded_batch([60, 41]) if padded else (tokens(2, 60), None)
@@ -307,7 +307,7 @@ def test_reading_once_more_with_everything_visible(padded: bool) -> None:
     act = Recording(lambda done: done.reread(5) if done.phase == "decode" and done.ids.shape[1] == 5 else None)
     corrected = decode(kvpress.ComposedPress([quest, act]))
     for layer, expected in zip(corrected.layers, newest, strict=True):
-        # As near as the mask oracle: tokens together and one by one take different sums.
+        # Tolerance of the mask oracle: a pass of several tokens sums in another order than single tokens.
         torch.testing.assert_close(layer.store.window.filled_values[:, :, -5:], expected, atol=2e-4, rtol=1e-4)
         assert layer.store.seen == 65
 
@@ -325,7 +325,7 @@ def test_only_known_tokens_of_the_window_can_be_read_once_more() -> None:
 
 
 def test_a_hidden_pair_stays_hidden_when_read_behind() -> None:
-    """Behind an evicted cache, queries see exactly what is stored: the output equals the mask oracle's."""
+    """Behind an evicted cache, queries see exactly the stored pairs: the output equals the mask oracle's."""
     model = tiny_model("llama")
     ids, new = tokens(2, 40), tokens(2, 6, seed=3)
     lse: list[Tensor] = []

@@ -165,7 +165,7 @@ TEMPLATE = (
 
 @cache
 def chat() -> Any:
-    """The pipeline with a chat template."""
+    """Return the pipeline with a chat template."""
     model, tokenizer = kvpress.load_model("reference")
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = TEMPLATE
@@ -177,7 +177,7 @@ def user(text: str) -> dict[str, str]:
 
 
 def read(context: Any, **request: Any) -> str:
-    """The text that the pipeline reads and is asked, as the model gets it."""
+    """Return the text that the pipeline reads for a request, as the model gets it."""
     cache = DynamicCache(config=chat().model.config)
     seen: list[Any] = []
     handle = chat().model.register_forward_pre_hook(
@@ -226,7 +226,7 @@ def test_a_batch_of_conversations_and_texts() -> None:
 
 @pytest.mark.parametrize("spec", ["none", "snapkv:0.3,window_size=4 + kivi:bits=4,residual_length=32"])
 def test_every_context_has_its_own_questions(spec: str) -> None:
-    """Questions of different lengths and numbers are answered as they are alone."""
+    """Questions of different lengths and numbers are answered as each alone."""
     questions = [
         ["\nWhat is the code for tiger?\nThe code for tiger is", "\nThe code"],
         ["\nThe price for lamp is"],

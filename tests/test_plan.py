@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`plan` predicts what a prefill then measures, and the commands print it."""
+"""`plan` predicts the bytes of a prefill, and the commands print the prediction."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def measured(press: Any, context: int, generated: int) -> tuple[int, int]:
-    """Bytes that are reachable from a cache after a prompt and generated tokens, and those that are reported."""
+    """Return the bytes reachable from a cache after a prompt and generated tokens, and the reported bytes."""
     model = tiny_model("llama")
     with press(model) as session:
         model.generate(tokens(2, context), max_new_tokens=generated + 1, do_sample=False)
@@ -182,7 +182,7 @@ TILED = (
 
 @pytest.mark.parametrize("codec", TILED)
 def test_what_a_pair_less_holds_more_is_said(codec: str) -> None:
-    """447 pairs leave a tail of up to 31 dense ones where 448 are whole tiles; what it costs is that much or more."""
+    """447 pairs leave a tail of up to 31 dense pairs where 448 are whole tiles; the tail costs that much or more."""
     model = Geometry.of(reference().config)
     for tiles in (192, 448, 896):
         few, tiled, more = (
@@ -194,7 +194,7 @@ def test_what_a_pair_less_holds_more_is_said(codec: str) -> None:
 
 
 def test_a_plan_says_what_a_tail_costs() -> None:
-    """It is what 447 pairs hold beyond 447 of 448 parts of what 448 do, and is printed where it is much."""
+    """The cost is the bytes of 447 pairs beyond 447/448 of the bytes of 448, and is printed where it is large."""
     spec = "keydiff:budget={} + kivi:bits=3,residual_length=0"
     arguments = ["plan", "--model", "reference", "--context", "1024"]
     arguments += [part for budget in (447, 448) for part in ("--press", spec.format(budget))]

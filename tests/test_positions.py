@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading past the positions of a model: refused before work, or said once where `generate` is the user's."""
+"""Reading past the positions of a model: refused before any work, or warned about once inside `generate`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _unwarned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @cache
 def short() -> Any:
-    """A Llama of 64 positions."""
+    """Return a Llama of 64 positions."""
     return tiny_model("llama", max_position_embeddings=LIMIT)
 
 
@@ -80,7 +80,7 @@ def reference() -> tuple[Any, Any]:
             ),
             163840,
         ),
-        # Qwen as its card says to extend it: max_position_embeddings is that of the training.
+        # Qwen, extended as its model card describes: max_position_embeddings is that of the training.
         (
             config(
                 "qwen3",
@@ -100,7 +100,7 @@ def reference() -> tuple[Any, Any]:
         ),
         (config("llama", max_position_embeddings=2048, rope_parameters=rope("dynamic", factor=4.0)), 8192),
         (config("llama", max_position_embeddings=4096, rope_parameters=rope("linear", factor=4.0)), 16384),
-        # Gemma 3: the factor of its full layers is one that it was trained with.
+        # Gemma 3: its full layers were trained with their scaling factor.
         (
             config(
                 "gemma3_text",
@@ -201,7 +201,7 @@ def test_padding_is_no_position() -> None:
 
 
 def test_a_press_that_closes_gaps_reads_on() -> None:
-    """Distances are those within what is kept and a chunk, wherever the text ends."""
+    """Distances stay within the kept pairs and a chunk, wherever the text ends."""
     press = kvpress.get_press("bounded(streaming_llm:budget=24,reindex=true):chunk=32")
     with press(short()), warnings.catch_warnings():
         warnings.simplefilter("error")

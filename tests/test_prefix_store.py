@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a prefix store holds is not read again, is right, and survives whatever happens to other processes."""
+"""A stored prefix is not read again, is right, and survives crashes of other processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def logits(model: Any, press: Any, cache: Any, seed: int = 3) -> Tensor:
 
 @pytest.fixture
 def passes() -> Iterator[list[int]]:
-    """Numbers of the tokens of every pass of the tiny Llama that tests read with."""
+    """Record the numbers of tokens of every pass of the tiny Llama."""
     seen: list[int] = []
     handle = (
         tiny_model("llama")
@@ -64,7 +64,7 @@ def test_only_what_keeps_every_pair_takes_a_shorter_prefix(tmp_path: Path, passe
     for press in (plain, knorm):
         for length in (20, 40):
             store.read(model, press, ids[:, :length])
-    assert passes == [20, 20, 20, 40]  # 40 behind 20 where nothing is evicted, from the start where something is
+    assert passes == [20, 20, 20, 40]  # 40 behind 20 without eviction, all 60 with eviction
     assert store.find(model, plain, ids).length == 40
     assert store.find(model, knorm, ids) is None
     assert store.find(model, knorm, ids, turns=True).length == 40

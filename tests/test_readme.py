@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Python examples of the README and the pages about methods run as they stand."""
+"""Python examples of the README and of the pages about methods run as they stand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ README = Path(__file__).parent.parent / "README.md"
 
 @pytest.fixture
 def registered() -> Iterator[None]:
-    """Forget what the examples register."""
+    """Remove the presses that the examples register."""
     kvpress.list_presses()
     registry = dict(_entries)
     yield

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What belongs to a request stays with it: after passes that fail, inside other requests, in copies and in other modes."""
+"""State of a request stays with it: after failed passes, inside other requests, in copies and in other modes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class StopError(Exception):
 
 @contextmanager
 def acting(module: nn.Module, act: Callable[[], Any]) -> Iterator[None]:
-    """Do something once, in the middle of the next pass of a module."""
+    """Call a function once, in the middle of the next pass of a module."""
 
     def run(*_: Any) -> None:
         handle.remove()
@@ -253,7 +253,7 @@ def test_presses_inside_a_press_do_not_carry_a_cache_either() -> None:
 
 
 def test_a_model_that_is_pickled_inside_a_block_is_a_plain_one() -> None:
-    # One of its own: transformers leaves hooks that cannot be pickled on a model that was once asked for hidden states.
+    # Use a model of its own: hidden states, once requested, leave transformers' hooks on it, which cannot be pickled.
     model, ids = tiny_model("llama", seed=257), tokens(1, 30)
     plain = generate(model, ids)
     with kvpress.get_press(STORAGES["composed"])(model):

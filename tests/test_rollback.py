@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens that are taken back leave a cache as if they had never come, whatever was done to it meanwhile."""
+"""Tokens that are taken back leave no trace in a cache, with any events in between."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ AGAIN_AND_AGAIN = "snapkv"
 
 
 def drawn() -> dict[str, str]:
-    """A spec of every registered method, with settings that make it act within a few tokens.
+    """Return a spec of every registered method, with settings that make it act within a few tokens.
 
-    What scores is drawn in a schedule that evicts while tokens are generated, and by itself too where it does so then.
+    Scorers are drawn in a schedule that evicts while tokens are generated, and alone where they evict then.
     """
     drawn_specs: dict[str, str | None] = {"none": "none"}
     for name, method in specs.methods().items():
@@ -56,11 +56,11 @@ ACTING = [
     *(name for name, method in specs.methods().items() if method.place in ("codec", "selector")),
     "none", "snapkv", "bounded", "cam", "prefill_decoding", "decoding tova", "decoding h2o", "h2o", "corrected", "all",
 ]  # fmt: skip
-"""What does something while tokens are generated, by choices that rounding does not turn."""
+"""Methods that act while tokens are generated, by choices that rounding does not change."""
 
 
 class Conversation:
-    """A cache that is read into token by token under a press; copies go their own ways."""
+    """Cache that is read into token by token under a press; copies are independent."""
 
     def __init__(self, spec: str, family: str = "llama", lengths: tuple[int, ...] = (40, 26)) -> None:
         self.model, self.spec = model_of(family, "float32"), spec
@@ -70,7 +70,7 @@ class Conversation:
         self.logits = self.read(ids, prompt=True)
 
     def read(self, ids: Tensor, prompt: bool = False) -> Tensor:
-        """Read tokens in one pass; returns their logits."""
+        """Read tokens in one pass; return their logits."""
         with self.press(self.model):
             return self._pass(ids, prompt)
 

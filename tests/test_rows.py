@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A row of a batch is stored and read as that row alone: its neighbours change neither what is encoded nor what is chosen."""
+"""A row of a batch is stored and read as that row alone: other rows change neither its codes nor its choices."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def press_of(spec: str) -> Any:
 
 
 class Talk:
-    """Two turns of one row or more; `rows` are their numbers in the whole batch, which say what is read."""
+    """Two turns of one row or more; `rows` are their numbers in the whole batch, which seed their tokens."""
 
     def __init__(self, press: Any, ids: Tensor, mask: Tensor | None, rows: list[int], chunk: int = 0) -> None:
         self.model, self.rows, self.mask = tiny_model("llama"), rows, mask
@@ -96,7 +96,7 @@ class Talk:
         self.logits.append(logits[:, -1])
 
     def encoded(self, row: int) -> list[list[int]]:
-        """Encoded pairs of every head of a row, layer by layer."""
+        """Return the number of encoded pairs of every head of a row, layer by layer."""
         lengths = []
         for layer in self.cache.layers:
             store = layer.store
@@ -111,7 +111,7 @@ class Talk:
 
 
 def assert_alone(press: Any, lengths: tuple[int, ...], chunk: int = 0) -> None:
-    """Rows hold, encode and say what they do alone; where logits differ by more than 1e-4, noise must explain it."""
+    """Check that each row stores, encodes and predicts as alone; noise must explain logits that differ by over 1e-4."""
     ids, mask = padded_batch(list(lengths))
     together = Talk(press, ids, mask, list(range(len(lengths))), chunk)
     for row, length in enumerate(lengths):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several processes read one prompt: what is kept is what one process keeps, and whoever fails takes nobody along for long."""
+"""Several processes read one prompt: they keep the pairs that one process keeps, and all end soon after a failure."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CASES = [
 
 
 def together(work: Callable[..., Any], folder: Path, processes: int, *arguments: Any) -> list[Any]:
-    """Run `work(rank, report, *given)` in processes of one group; returns what each reported, or None where it died."""
+    """Run `work(rank, report, *arguments)` in processes of one group; return the reports of each, None if it died."""
     fork = multiprocessing.get_context("fork")
     queue = fork.Queue()
 

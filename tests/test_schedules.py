@@ -115,7 +115,7 @@ def test_a_padded_row_decodes_on_schedule_as_if_it_were_alone(spec: str) -> None
 
 
 def test_what_decides_to_keep_everything_delays_no_schedule() -> None:
-    """Turns after which a lazy-layer press finds no lazy layer, beside a cut every three tokens."""
+    """Turns in which a lazy-layer press finds no lazy layer, beside an eviction every three tokens."""
     model, counts = tiny_model("llama"), []
     for spec in ("", "simlayerkv:n_recent=12,n_initial=2 + "):
         press = kvpress.get_press(f"{spec}decoding(keydiff):compression_interval=3,target_size=14")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators are handed the same rows of a sealed segment for every token, until something of the segment changes."""
+"""Operators get the same rows of a sealed segment for every token, until the segment changes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KEPT = [
     "coded and rotated",
     "in a file",
 ]
-"""Formats whose operands hold nothing but what the segment holds anyway."""
+"""Formats whose operands refer only to tensors of the segment."""
 
 
 def attend(stored: Segment, queries: Tensor) -> Partial:
@@ -38,7 +38,7 @@ def attend(stored: Segment, queries: Tensor) -> Partial:
 
 
 def plain(monkeypatch: pytest.MonkeyPatch, stored: Segment, queries: Tensor) -> Partial:
-    """What torch makes of the decoded pairs."""
+    """Return the attention of torch to the decoded pairs."""
     with monkeypatch.context() as patch:
         patch.setenv("KVPRESS_CPU_KERNELS", "0")
         return attend(stored, queries)
@@ -70,7 +70,7 @@ def test_rows_that_are_kept_keep_nothing_else_alive(name: str) -> None:
         ]
         kept.append({place(tensor) for tensor in tensors_in(rows)})
     shown = {place(tensor) for tensors in first.tensors().values() for tensor in tensors}
-    assert kept[0] - shown <= kept[1]  # constants, such as a rotation, which all segments have in common
+    assert kept[0] - shown <= kept[1]  # constants that all segments share, such as a rotation
 
 
 def place(tensor: Tensor) -> int:
@@ -81,7 +81,7 @@ def test_what_an_operand_alone_holds_is_freed_behind_the_call() -> None:
     stored = segment("corrected")
     rows = stored.as_rows()
     assert rows is not None
-    assert stored.as_rows() is not rows  # its indexes are held in short form, and spread for each call
+    assert stored.as_rows() is not rows  # it stores short indexes, which are expanded for each call
     assert vars(stored)["_read_as"][1]["operand"] is None
 
 
@@ -94,7 +94,7 @@ def test_new_weights_of_pairs_are_read(name: str, monkeypatch: pytest.MonkeyPatc
     after = attend(weighted, queries)
     assert (after[0] - before[0]).abs().max() > 0.05
     same(after, plain(monkeypatch, weighted, queries))
-    assert all(map(torch.equal, attend(stored, queries), before))  # the copy it was made from reads its own
+    assert all(map(torch.equal, attend(stored, queries), before))  # the original of the copy reads its own weights
 
 
 @every_codec

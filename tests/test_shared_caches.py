@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One cache and several threads: passes are refused, looks wait."""
+"""One cache and several threads: passes are refused, readers of figures wait."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ LOOKS = {
 
 @pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
 def test_who_looks_at_a_cache_waits_for_the_pass_of_another_thread(look: Callable[[Any], Any]) -> None:
-    """What is seen is what the pass leaves, not what its first layer has and its second one has not."""
+    """Readers see the state after the pass, not a state between two layers."""
     model, press = small_model(), kvpress.get_press(SPECS["knorm"])
     inside, done, cache = threading.Event(), threading.Event(), DynamicCache(config=model.config)
 
@@ -128,7 +128,7 @@ def test_a_pass_that_waits_for_who_waits_for_it_is_an_error(monkeypatch: pytest.
         errors = []
 
         def ask(*_: Any) -> None:
-            kvpress.memory_report(cache)  # the thread of the pass may look on
+            kvpress.memory_report(cache)  # the thread of the pass may read figures meanwhile
             errors.append(pool.submit(kvpress.memory_report, cache).exception())
 
         handle = model.model.layers[0].mlp.register_forward_hook(ask)

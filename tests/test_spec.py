@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A press, its spec and its plain data say the same, and mistakes are answered with what was meant."""
+"""A press, its spec and its plain data are equivalent, and errors suggest the intended name."""
 
 from __future__ import annotations
 

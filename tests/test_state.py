@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A press leaves nothing behind on models and presses, and everything that a request needs lives in its cache."""
+"""A press leaves nothing behind on models and presses; all state of a request is in its cache."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_last_cache() -> None:
 
 
 WORDS = ("kvzip", "shotkv", "drop_spans")
-"""Presses that ask a tokenizer, which a tiny model has not."""
+"""Presses that need a tokenizer, which a tiny model does not have."""
 
 
 @pytest.mark.filterwarnings("error", "ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
@@ -227,7 +227,7 @@ WORDS = ("kvzip", "shotkv", "drop_spans")
     "spec", [entry.example for entry in kvpress.list_presses() if not entry.needs and entry.name not in WORDS]
 )
 def test_a_model_may_be_called_with_gradients(spec: str) -> None:
-    """All other tests run without gradients, as most users do; who forgets to gets an answer, and no warning."""
+    """Other tests run without gradients, as most users do; a pass with gradients works too, without a warning."""
     model = tiny_model("llama", seed=1, num_hidden_layers=4)
     ids = tokens(1, 262)
     with torch.enable_grad(), kvpress.get_press(spec)(model):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a terminal shows without running anything: names on narrow lines, and the list of presses."""
+"""Output of commands that run no model: names on narrow lines, and the list of presses."""
 
 from __future__ import annotations
 

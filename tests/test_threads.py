@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests beside each other: every thread gets what it would have got alone, or an error that says what to do."""
+"""Requests beside each other: every thread gets the result that it gets alone, or an error with the fix."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_threads_in_one_block(spec: str) -> None:
 
 @every_spec
 def test_a_block_in_every_thread(spec: str) -> None:
-    """Also with presses that are other objects; what block and press say of caches is the thread's own."""
+    """Threads may use press objects of their own; `cache` and `last_cache` are those of the thread."""
     model, press = small_model(), kvpress.get_press(spec)
     before, expected = fingerprint(model), expected_of(model, press)
 
@@ -68,7 +68,7 @@ def test_a_block_in_every_thread(spec: str) -> None:
 
 
 class Numbers:
-    """Stands in for a tokenizer: ids as text."""
+    """Replaces a tokenizer: ids as text."""
 
     def decode(self, ids: list[int], **settings: Any) -> str:
         return "".join(f"{int(i)} " for i in ids)
@@ -104,7 +104,7 @@ def test_streamers(spec: str) -> None:
 
 
 class Paused:
-    """A streamer that stops generation after `after` pushes until `go_on` is set."""
+    """Streamer that waits for `go_on` after `after` pushes."""
 
     def __init__(self, after: int = 3) -> None:
         self.left, self.reached, self.go_on = after, threading.Event(), threading.Event()
@@ -133,7 +133,7 @@ def test_leaving_the_block_while_another_thread_generates() -> None:
             running = pool.submit(generate, model, 2, streamer=paused, **settings)
             assert paused.reached.wait(60)
         assert "generate" not in model.__dict__
-        # Other requests are those of a plain model, and other presses can have it.
+        # Later requests run a plain model, and another press can be installed.
         output = generate(model, 3)
         assert torch.equal(output.sequences, plain.sequences)
         assert type(output.past_key_values.layers[0]) is type(plain.past_key_values.layers[0])
@@ -195,7 +195,7 @@ def test_a_block_that_is_left_in_the_middle_of_a_pass() -> None:
 
 
 def test_a_plain_generate_goes_on_plainly_when_a_block_opens() -> None:
-    """Whatever its passes do next: under a press that evicts, reads prompts in chunks, or not at all any more."""
+    """Its passes go on plainly under a press that evicts, that reads prompts in chunks, and after the session."""
     model = small_model()
     before, plain = fingerprint(model), generate(model, 2, max_new_tokens=12)
     for spec in (SPECS["h2o"], SPECS["adakv-kivi"], "bounded(knorm:0.5):chunk=8"):
@@ -208,7 +208,7 @@ def test_a_plain_generate_goes_on_plainly_when_a_block_opens() -> None:
                 assert same(results(model, 0), expected[0])
                 paused.go_on.set()
                 output = running.result()
-                # The thread's next request is one inside the block.
+                # The thread's next request is one inside the session.
                 assert same(pool.submit(results, model, 0).result(), expected[0])
         assert torch.equal(output.sequences, plain.sequences)
         assert type(output.past_key_values.layers[0]) is type(plain.past_key_values.layers[0])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What keeps caches, takes tokens back and finds spans, together: each leaves the others what they need."""
+"""Presses that keep caches, take tokens back and find spans, together: each leaves the others their state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.words import Words, batch_of, ids_of
 OPEN, CLOSE = "<think>", "</think>"
 ROWS = ids_of("<|im_start|>system\n", 6, "<|im_end|>\n", OPEN, 9, CLOSE, 6), ids_of(2, OPEN, 3, CLOSE, 12)
 TURN = torch.cat([ids_of(2, OPEN, 4, CLOSE, 3)] * 2)
-"""A thought that is opened and closed while tokens are generated."""
+"""Open and close a thought while tokens are generated."""
 
 
 def thoughtful(inner: str = "knorm:0.5") -> Any:
@@ -40,7 +40,7 @@ PRESSES = {
 
 
 class Talk:
-    """A padded batch under a press, read token by token."""
+    """Padded batch under a press, read token by token."""
 
     def __init__(self, name: str, family: str = "llama") -> None:
         self.model, self.press = tiny_model(family, "eager"), PRESSES[name]()

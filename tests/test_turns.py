@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A compressed cache lives on: later blocks and turns, copies for several questions, reading outside a press."""
+"""A compressed cache lives on: later sessions and turns, copies for several questions, reading outside a press."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_a_copy_serves_every_question(spec: str) -> None:
     assert [layer.kept for layer in after.layers] == [layer.kept for layer in before[1].layers]
     for ours, theirs in zip(context.layers, frozen.layers, strict=True):
         for name, tensors in ours.store.tensors().items():
-            if name != "indexes":  # selectors may add their index when they first read
+            if name != "indexes":  # selectors may add their index on first use
                 for x, y in zip(tensors, theirs.store.tensors()[name], strict=True):
                     assert torch.equal(x, y)
 

@@ -21,7 +21,7 @@ WAITING = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "
 
 @contextmanager
 def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Where tensors are read by the host; what operators do to check their arguments on the CPU is left out."""
+    """Record where the host reads tensors; checks of operators on the CPU are left out."""
     places: list[str] = []
 
     def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,7 +43,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 @pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
 @pytest.mark.parametrize("spec", STORAGES.values(), ids=STORAGES)
 def test_a_decode_step_waits_for_no_layer(spec: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is read per layer; with padding, the mask of a forward pass is looked at once for all of them."""
+    """No layer waits by itself; with padding, the host reads the mask of a pass once for all layers."""
     model = tiny_model("llama")
     ids, mask = padded_batch([40, 26]) if padded else (tokens(2, 40), None)
     spec = spec.replace("budget=16", "budget=8")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs with logit weights count as often as they weigh, in every format and wherever a store keeps them."""
+"""Pairs with log-weights count as often as they weigh, in every format and part of a store."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_equal_pairs_pooled_into_one_give_the_same_attention(name: str, rows: in
         rtol=1e-4,
     )
     same(*(chosen_pairs(stored, mark, queries) for stored, mark in ((pooled, ~hidden), (repeated, ~hidden[copies]))))
-    # What is taken, joined and taken apart keeps its weights.
+    # Subsets, joins and splits keep the weights.
     half = (torch.arange(len(counts)) % 2 == 0).nonzero().flatten()
     layout = Layout(torch.bincount(pooled.layout.streams_of(half), minlength=4).tolist())
     assert torch.equal(pooled.take(half, layout).log_weight, pooled.log_weight[half])
@@ -80,7 +80,7 @@ def test_weights_are_added_to_the_logits(name: str) -> None:
 
 
 def pooled_and_repeated(pads: list[int] | None) -> tuple[KVStore, KVStore, Tensor, Tensor | None, Tensor | None]:
-    """Two stores of the same tokens: once weighed, once repeated as often as they weigh; and their masks."""
+    """Return two stores of the same tokens, once weighed and once repeated as often as they weigh, and their masks."""
     counts = torch.randint(1, 4, (24,), generator=torch.Generator().manual_seed(0))
     copies = torch.arange(24).repeat_interleave(counts)
     keys, values = torch.randn(2, 2, HEADS, 24, DIM, generator=torch.Generator().manual_seed(1))
@@ -170,7 +170,7 @@ def test_a_sealed_copy_of_the_window_keeps_its_weights(name: str) -> None:
 
 
 def test_a_layer_that_keeps_nothing_has_nothing_to_weigh() -> None:
-    """Layers compete under kvzip, and one of them may keep no pair of a short prompt; what comes next is read as ever."""
+    """Layers compete under kvzip: one may keep no pair of a short prompt, and later tokens are read as usual."""
     store = KVStore(torch.zeros(1, HEADS, 0, DIM), torch.zeros(1, HEADS, 0, DIM))
     store.append(*torch.randn(2, 1, HEADS, 5, DIM).unbind(0))
     store.evict([torch.zeros(5, dtype=torch.bool)] * HEADS, None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache that was compressed inside a block and is read by the model alone, as users of NVIDIA kvpress do."""
+"""A cache that was compressed in a session and is read by the model alone, as users of NVIDIA kvpress do."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_beams_and_crops_without_a_press() -> None:
 
 
 def test_questions_of_different_lengths_without_a_press() -> None:
-    """Padding behind what was compressed is hidden as usual."""
+    """Padding behind compressed pairs is hidden as usual."""
     model = tiny_model("llama")
     alone = prefill(model, kvpress.KnormPress(0.5), tokens(2, 30))
     inside = copy.deepcopy(alone)
@@ -181,7 +181,7 @@ def test_a_cache_that_was_reset_forgets_its_stores() -> None:
 
 
 def test_an_uncompressed_layer_beside_compressed_ones_gets_a_mask_for_all_tokens() -> None:
-    """Inside a block masks are made for all tokens, whatever the first layer stores."""
+    """In a session, masks cover all tokens, for any storage of the first layer."""
     model = tiny_model("llama")
     press = kvpress.get_press("per_layer_compression(knorm):compression_ratios=(0.5,0.0,0.25)")
     caches = [prefill(model, press, tokens(2, 20)), DynamicCache(config=model.config)]

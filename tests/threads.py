@@ -46,7 +46,7 @@ def generate(model: Any, number: int, **settings: Any) -> Any:
 
 
 def in_threads(work: Callable[[int], Any], count: int = THREADS) -> list[Any]:
-    """Run `work(n)` in so many threads, which begin together."""
+    """Run `work(n)` in `count` threads, which begin together."""
     ready = threading.Barrier(count)
 
     def run(number: int) -> Any:

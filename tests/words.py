@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tokenizer for the ids of the tiny models: a piece of text for each, tags and chat headers in several pieces among them."""
+"""A tokenizer for the ids of the tiny models: one piece of text per id, tags and chat headers in several pieces."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PLAIN = 20
 
 
 class Words:
-    """Ids are pieces of text, and plain words above; turns are framed as in ChatML, without turns of their own for tools."""
+    """Tokenizer with one piece of text per id, then plain words; turns follow ChatML, without turns for tools."""
 
     bos_token = "<s>"  # noqa: S105 - no secret
     chat_template: str | None = "chatml"
@@ -50,7 +50,7 @@ class Words:
 
 
 def ids_of(*parts: str | int) -> Tensor:
-    """Ids `[1, n]` of texts and of so many plain words in turn, words of different parts being different ones."""
+    """Return ids `[1, n]` of texts and counts of plain words in turn; words differ from part to part."""
     ids: list[int] = []
     for place, part in enumerate(parts):
         if isinstance(part, str):
@@ -61,7 +61,7 @@ def ids_of(*parts: str | int) -> Tensor:
 
 
 def batch_of(*rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows padded on the left: `(input_ids, attention_mask)`."""
+    """Return rows padded on the left: `(input_ids, attention_mask)`."""
     longest = max(row.shape[1] for row in rows)
     ids = torch.cat([torch.nn.functional.pad(row, (longest - row.shape[1], 0)) for row in rows])
     lengths = torch.tensor([row.shape[1] for row in rows])

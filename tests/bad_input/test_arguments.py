@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bad arguments of presses, at construction, in a spec and when they are set later."""
+"""Bad settings of presses: at construction, in a spec, and assigned later."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_26_arguments_out_of_range(spec: str, error: type[Exception], words: lis
 
 
 def outside(choice: Any) -> list[tuple[Any, type[Exception]]]:
-    """Values that a field of this type must refuse, and how."""
+    """Return values that a field of this type must refuse, each with its error."""
     if isinstance(choice, Range):
         values = [choice.least - 1, choice.least if choice.above else None, choice.most if choice.below else None]
         wrong_values: list[tuple[Any, type[Exception]]] = [(value, ValueError) for value in values if value is not None]

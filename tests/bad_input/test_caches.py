@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches that do not fit what is read: of other models, batches and kinds, without masks, or none."""
+"""Caches of other models, batches or kinds, caches without a mask, and calls without a cache."""
 
 from __future__ import annotations
 

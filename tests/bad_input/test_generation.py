@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways of generating that cannot work on a compressed cache, and beams, which can."""
+"""Ways of generation that cannot work on a compressed cache, and beams, which can."""
 
 from __future__ import annotations
 

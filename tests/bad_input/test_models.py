@@ -101,10 +101,10 @@ def test_24_any_head_dim(dim: int, spec: str) -> None:
 
 
 def poison(model: Any, value: float) -> Callable[[], None]:
-    """Make one channel of one key of the second layer `value` from now on; returns the undo."""
+    """Set one channel of one key of the second layer to `value` from now on; return the undo function."""
 
     def hook(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-        if output.shape[1] > 3:  # a session asks new models one token beforehand, to see whether they turn their keys
+        if output.shape[1] > 3:  # a session probes new models with one token, to see whether they rotate their keys
             output = output.clone()
             output[0, 3, 5] = value
         return output

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pattern says which tiles a prompt reads; what it leaves out is neither seen nor computed."""
+"""Patterns choose the tiles that a prompt reads; other tiles are neither seen nor computed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BLOCK = 8
 
 @dataclass
 class Shape(Pattern):
-    """The first tile and the newest `recent` ones."""
+    """Pattern of the first tile and the newest `recent` tiles."""
 
     recent: int
     block: int = BLOCK
@@ -44,7 +44,7 @@ class Patterned(kvpress.BasePress):
 
 
 def read(model: Any, press: Any, ids: Tensor, mask: Tensor | None, chunk: int | None = None) -> Tensor:
-    """Logits of the last token of a prompt."""
+    """Return logits of the last token of a prompt."""
     with press(model):
         out = model.generate(ids, attention_mask=mask, max_new_tokens=1, do_sample=False, prefill_chunk_size=chunk,
                              output_logits=True, return_dict_in_generate=True)  # fmt: skip
@@ -88,7 +88,7 @@ def test_a_later_turn_reads_what_is_sealed_and_its_own_tiles() -> None:
     first = cache.layers[0].store.window.first
     tile, at = torch.arange(85 - first) // BLOCK, torch.arange(85 - first)
     seen = torch.ones(85, 85, dtype=torch.bool).tril()
-    row = (torch.arange(45) // BLOCK * BLOCK + 40 - first) // BLOCK  # of the first query of each block
+    row = (torch.arange(45) // BLOCK * BLOCK + 40 - first) // BLOCK  # first query of each block
     seen[40:, first:] = ((tile == 0) | (tile > row[:, None] - 2)) & (
         at <= torch.arange(40 - first, 85 - first)[:, None]
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a press is made of survives every composition: no wrapper loses a schedule, a budget, an observer or a rule."""
+"""Recipes survive every composition: no wrapper loses a schedule, a budget, an observer or a rule."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPT, STEPS = 60, 9
 
 
 def kept(spec: Any, model: Any = None, prompt: int = PROMPT, steps: int = STEPS) -> list[list[list[int]]]:
-    """Positions `[layer][head]` that one row holds after a prompt and some generated tokens."""
+    """Return positions `[layer][head]` of the pairs that one row keeps after a prompt and `steps` generated tokens."""
     press = kvpress.get_press(spec)
     with press(model or tiny_model("llama")):
         cache = generate(model or tiny_model("llama"), tokens(1, prompt), max_new_tokens=steps + 1).past_key_values
@@ -64,7 +64,7 @@ def test_a_pyramid_stays_one_while_tokens_are_generated() -> None:
     ],
 )
 def test_two_wishes_with_different_arguments_are_two_observers(idle: str, spec: str) -> None:
-    """A press that removes nothing yet, but watches with other arguments, changes nothing."""
+    """A press that removes nothing yet, but observes with other arguments, changes nothing."""
     assert kept(f"{idle} + {spec}", steps=0) == kept(f"{spec} + {idle}", steps=0) == kept(spec, steps=0)
 
 
@@ -89,7 +89,7 @@ def test_a_ratio_is_of_what_the_presses_before_left(spec: str, pairs: int) -> No
 
 @pytest.mark.parametrize("idle", ["simlayerkv:1.0", "simlayerkv:0.4,n_recent=12,n_initial=2"])
 def test_a_press_that_decides_itself_leaves_ratios_what_they_are(idle: str) -> None:
-    """However many follow it, each counts once, and a layer that it did not cut counts as before."""
+    """Each press behind it counts once, and a layer that it did not evict from counts as before."""
     spec = "knorm:0.5 + keydiff:0.5"
     combined, alone = (kept(text, prompt=100, steps=0) for text in (f"{idle} + {spec}", spec))
     decided = [len(heads[0]) for heads in kept(idle, prompt=100, steps=0)]
@@ -109,7 +109,7 @@ def test_a_generated_target_after_two_evictions_is_what_both_left() -> None:
 
 
 def test_values_are_weighed_once() -> None:
-    """CriticalKV weighs scores by their values; scorers that do so themselves are asked for the rest."""
+    """CriticalKV weighs scores by the values; scorers that use values already score without them."""
     for inner in ("expected_attention:0.5", "expected_attention:0.5,epsilon=0.02"):
         plain = inner + ",use_vnorm=false"
         for wrapper in ("criticalkv", "critical_adakv"):
@@ -119,7 +119,7 @@ def test_values_are_weighed_once() -> None:
 
 @pytest.mark.parametrize("inner", ["non_causal_attn:0.5,chunk_size=8", "compactor:0.5,chunk_size=8,sink_size_start=2"])
 def test_scores_without_values_do_not_depend_on_the_size_of_values(inner: str) -> None:
-    """Values that are scaled token by token change the plain scores, and not those without values."""
+    """Values that are scaled token by token change the plain scores, but not the scores without values."""
     model = tiny_model("llama")
     (step,) = kvpress.get_press(inner).recipe().evictions
     unweighted = step.scorer.without_values()
@@ -151,7 +151,7 @@ def test_scores_without_values_do_not_depend_on_the_size_of_values(inner: str) -
 
 
 def test_a_prompt_of_a_later_turn_is_encoded_as_a_prompt() -> None:
-    """GEAR gives prompts `rank` and generated tokens `generated_rank`, whichever turn they belong to."""
+    """GEAR uses `rank` for prompts and `generated_rank` for generated tokens, in every turn."""
     model, cache = tiny_model("llama"), DynamicCache(config=tiny_model("llama").config)
     press = kvpress.get_press("gear_l:bits=4,group_size=16,buffer_length=16,rank=3,generated_rank=1")
     ranks = []
@@ -166,7 +166,7 @@ def test_a_prompt_of_a_later_turn_is_encoded_as_a_prompt() -> None:
 
 
 class Newest(kvpress.ScorerPress):
-    """Written for NVIDIA kvpress: scores by the arguments it is given, and looks at the hidden states."""
+    """Press for NVIDIA kvpress: scores by its arguments, and reads the hidden states."""
 
     lengths: list[int]
 
@@ -193,14 +193,14 @@ def test_hidden_states_are_held_as_far_as_a_decoding_press_says(size: int, wrapp
 
 
 class Reversed(kvpress.SnapKVPress):
-    """A user's press on one of ours: `score` calls what it overrides."""
+    """Press of a user that derives from one of ours: its `score` calls the overridden one."""
 
     def score(self, *arguments: Any) -> Tensor:
         return -super().score(*arguments)
 
 
 class Renamed(kvpress.KnormPress):
-    """A user's press whose module says that it is ours."""
+    """Press of a user whose `__module__` is one of ours."""
 
     def score(self, module: Any, hidden_states: Tensor, keys: Tensor, *arguments: Any) -> Tensor:
         assert hidden_states.shape[1] == keys.shape[2]

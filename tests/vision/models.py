@@ -44,12 +44,12 @@ TOWERS: dict[str, dict[str, Any]] = {
 }
 KINDS = list(TOWERS)
 SIZE = {"llava": 16}
-"""Tokens of an image of 16 x 16 points, where these are not 4."""
+"""Tokens of an image of 16 x 16 pixels, for models where these are not 4."""
 
 
 @cache
 def tiny_vlm(kind: str) -> Any:
-    """A random model of a kind, float32, in evaluation mode."""
+    """Return a random model of a kind, float32, in evaluation mode."""
     text = {**TEXT, **THREE_AXES} if kind.startswith("qwen") else dict(TEXT)
     settings: dict[str, Any] = {"image_token_id": IMAGE, "image_token_index": IMAGE}
     if kind == "llava":
@@ -68,7 +68,7 @@ def tiny_vlm(kind: str) -> Any:
 
 
 def image_batch(kind: str, rows: list[tuple[int, int]], seed: int = 0, video: bool = False) -> dict[str, Any]:
-    """Inputs of rows of so many tokens of text, an image (or a video of two frames) and so many more, padded on the left."""
+    """Return inputs padded on the left: rows of text, an image (or a video of two frames), and text."""
     size = SIZE.get(kind, 4) * (2 if video else 1) + (video and kind == "qwen3_vl")
     longest = max(map(sum, rows)) + size
     ids = torch.zeros(len(rows), longest, dtype=torch.long)
@@ -76,7 +76,7 @@ def image_batch(kind: str, rows: list[tuple[int, int]], seed: int = 0, video: bo
     for row, (before, after) in enumerate(rows):
         text = tokens(1, before + after, seed + row)[0] % (IMAGE - 3) + 3
         seen = torch.full((size,), VIDEO if video else IMAGE)
-        if video and kind == "qwen3_vl":  # which tells the time of every frame in words
+        if video and kind == "qwen3_vl":  # writes the time of every frame in words
             seen[size // 2] = text[0]
         prompt = torch.cat([text[:before], seen, text[before:]])
         ids[row, longest - len(prompt) :], mask[row, longest - len(prompt) :] = prompt, 1
@@ -84,7 +84,7 @@ def image_batch(kind: str, rows: list[tuple[int, int]], seed: int = 0, video: bo
 
 
 def pixels(kind: str, ids: Tensor, video: bool = False, seed: int = 0) -> dict[str, Any]:
-    """What a model wants beside ids with one image in every row."""
+    """Return the inputs of a model beside ids, with one image in every row."""
     generator, seen = torch.Generator().manual_seed(seed), ((ids == IMAGE) + 2 * (ids == VIDEO)).int()
     if not kind.startswith("qwen"):
         types = {"token_type_ids": seen.long()} if kind == "gemma3" else {}

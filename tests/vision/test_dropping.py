@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Image tokens that later layers are not handed: as a full reading that hides them from these layers, at their positions."""
+"""Image tokens that later layers skip: equal to a full reading that hides them from these layers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SPEC = " ".join(f"{first}:{end}" for first, end in RANGES)
 
 
 def inputs_of(kind: str) -> tuple[Any, dict[str, Any], Tensor]:
-    """A model, what it is given and which columns are images, of a batch of three rows, two of them padded."""
+    """Return a model, its inputs and the columns of images, for a batch of three rows, two of them padded."""
     if kind in VISION:
         model, inputs = tiny_vlm(kind), image_batch(kind, [(5, 12), (4, 8), (0, 3)])
         return model, inputs, inputs["input_ids"] == IMAGE
@@ -44,13 +44,13 @@ def inputs_of(kind: str) -> tuple[Any, dict[str, Any], Tensor]:
 
 
 def following(model: Any, mask: Tensor) -> Tensor:
-    """Positions of the newest tokens."""
+    """Return positions of the newest tokens."""
     at, deltas = (mask.sum(dim=1) - 1)[:, None], getattr(model.base_model, "rope_deltas", None)
     return at if deltas is None else (at + deltas).expand(3, -1, -1)
 
 
 def read(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, DynamicCache]:
-    """Logits of a prompt and of some tokens behind it, and the cache."""
+    """Return logits of a prompt and of some tokens behind it, and the cache."""
     cache, mask = DynamicCache(config=model.config), inputs["attention_mask"]
     new = tokens(len(mask), STEPS, seed=9) % (IMAGE - 3) + 3
     with torch.no_grad():
@@ -64,7 +64,7 @@ def read(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, DynamicCac
 
 
 def fastv(free: Tensor, layer: int, ratio: float) -> Any:
-    """What FastV hides behind a layer, by plain code."""
+    """Return the tokens that FastV hides behind a layer, by plain code."""
 
     def decide(after: int, weights: Tensor, gone: Tensor | None) -> Tensor:
         if after != layer:
@@ -80,7 +80,7 @@ def fastv(free: Tensor, layer: int, ratio: float) -> Any:
 
 
 def must_drop(free: Tensor, real: Tensor, layers: tuple[int, ...], all_below: float, each_below: float) -> Any:
-    """What MustDrop hides behind some layers, token by token."""
+    """Return the tokens that MustDrop hides behind some layers, token by token."""
 
     def decide(after: int, weights: Tensor, gone: Tensor | None) -> Tensor:
         hidden = torch.zeros_like(free) if gone is None else gone.clone()
@@ -98,7 +98,7 @@ def must_drop(free: Tensor, real: Tensor, layers: tuple[int, ...], all_below: fl
 
 
 def agree(kind: str, spec: str, decide: Any, cut: tuple[int, int] = (0, -1)) -> tuple[Any, DynamicCache, Hidden]:
-    """Compare a press with the full reading that hides what `decide` says."""
+    """Compare a press with the full reading that hides the tokens that `decide` returns."""
     model, inputs, free = inputs_of(kind)
     hidden = Hidden(decide(free), cut)
     with hidden.on(model):
@@ -114,7 +114,7 @@ def agree(kind: str, spec: str, decide: Any, cut: tuple[int, int] = (0, -1)) -> 
 
 
 def holds(cache: DynamicCache, kind: str, gone: list[Tensor | None]) -> None:
-    """Every layer holds the pairs of the tokens that were not gone, and nothing else; padding may be there or not."""
+    """Check that every layer holds the pairs of the tokens that were not gone, and no others; padding may be there."""
     _, inputs, free = inputs_of(kind)
     real, newest = inputs["attention_mask"].bool(), [*range(free.shape[1], free.shape[1] + STEPS)]
     for layer, hidden in zip(positions(cache), gone, strict=True):
@@ -309,7 +309,7 @@ def test_a_prompt_without_images_is_read_whole_with_a_warning() -> None:
 
 @pytest.mark.parametrize("build", [sdpa_mask, eager_mask])
 def test_a_mask_of_some_tokens_is_that_of_all_at_their_places(build: Any) -> None:
-    """Masks that are more than causal are gathered, so that places in the whole prompt count."""
+    """Masks that are more than causal are gathered, so that positions in the whole prompt count."""
     real = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 1]], dtype=torch.bool)
 
     def near(batch: Any, head: Any, query: Any, key: Any) -> Any:

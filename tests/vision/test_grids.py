@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where image tokens stand in their pictures, as presses are told it, and chunks of videos that are counted in frames."""
+"""Cells of image tokens in their pictures, as presses get them, and chunks of videos counted in frames."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ FRAMES = 6
 
 
 def told(cache: DynamicCache) -> SpanTracker:
-    """What the first layer knows of the tokens."""
+    """Return the cells that the first layer records for its tokens."""
     tracker: SpanTracker = next(layer.store for layer in cache.layers if hasattr(layer, "store")).observers[SPANS]
     return tracker
 
 
 def of_video(kind: str, rows: list[tuple[int, int]], grids: list[tuple[int, int, int]]) -> dict[str, Any]:
-    """Inputs of rows of so much text, a video of a grid of tokens and so much text, padded on the left."""
+    """Return inputs padded on the left: rows of text, a video with a grid of tokens, and text."""
     longest, prompts = 0, []
     for number, ((before, after), (frames, height, width)) in enumerate(zip(rows, grids, strict=True)):
         text = tokens(1, before + after, number)[0] % (IMAGE - 3) + 3
@@ -48,7 +48,7 @@ def of_video(kind: str, rows: list[tuple[int, int]], grids: list[tuple[int, int,
 
 
 def cells_by_hand(ids: Tensor, grids: list[tuple[int, int, int]], token: int) -> list[list[list[int]]]:
-    """Picture, frame, row and column of every token, counted one token at a time; one picture in every row."""
+    """Return picture, frame, row and column of every token, counted one token at a time; one picture in every row."""
     cells = []
     for row, (frames, height, width) in zip(ids.tolist(), grids, strict=True):
         places = iter([[f, r, c] for f in range(frames) for r in range(height) for c in range(width)])
@@ -130,7 +130,7 @@ def test_generate_which_reads_pictures_ahead_tells_the_same(settings: dict[str, 
 
 
 def chunked_by_hand(grid: tuple[int, int, int], frames: int, pool: int, dense: set[int]) -> list[int]:
-    """How many tokens each pair that is left of a video stands for, where some chunks of it stay."""
+    """Return the number of tokens that each remaining pair of a video stands for, where some chunks stay dense."""
     count, size = grid[0], grid[1] * grid[2]
     sizes = []
     for frame in range(count):

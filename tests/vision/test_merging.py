@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Image tokens that are merged before the first layer: as a full reading with the means, which hides the others everywhere."""
+"""Image tokens that are merged before the first layer: equal to a full reading with the means that hides the others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS = ["llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 
 
 def inputs_of(kind: str) -> tuple[dict[str, Any], list[list[list[int]]]]:
-    """A batch of two rows, one of them padded, and where its image tokens lie."""
+    """A batch of two rows, one of them padded, and the cells of its image tokens."""
     if kind == "llava":
         inputs = image_batch(kind, ROWS)
         return inputs, cells_by_hand(inputs["input_ids"], [(1, 4, 4)] * 2, IMAGE)
@@ -36,7 +36,7 @@ def inputs_of(kind: str) -> tuple[dict[str, Any], list[list[list[int]]]]:
 
 
 def embedded(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """What the decoder of a model is given with a prompt."""
+    """Return the arguments of a model's decoder for a prompt."""
     captured: dict[str, Any] = {}
     handle = model.get_decoder().register_forward_pre_hook(
         lambda _, args, arguments: captured.update(arguments), with_kwargs=True
@@ -48,7 +48,7 @@ def embedded(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def squares(cells: list[list[list[int]]], window: int) -> list[tuple[int, list[int]]]:
-    """Row and columns of the tokens of every square, one token at a time."""
+    """Return row and columns of the tokens of every square, one token at a time."""
     groups: dict[Any, list[int]] = defaultdict(list)
     for row, row_cells in enumerate(cells):
         for at, (picture, frame, down, right) in enumerate(row_cells):
@@ -58,14 +58,14 @@ def squares(cells: list[list[list[int]]], window: int) -> list[tuple[int, list[i
 
 
 def alike(states: Tensor, row: int, columns: list[int]) -> float:
-    """The mean cosine between different tokens of a square."""
+    """Return the mean cosine between different tokens of a square."""
     pairs = list(itertools.permutations(columns, 2))
     cosine = [torch.nn.functional.cosine_similarity(states[row, a], states[row, b], dim=0) for a, b in pairs]
     return float(sum(cosine)) / max(1, len(pairs))
 
 
 class Merging:
-    """What `merge` does to a prompt, by plain code; at a threshold that about half of the squares reach."""
+    """Reference of `merge` by plain code, at a threshold that about half of the squares reach."""
 
     def __init__(self, kind: str, window: int) -> None:
         self.model = tiny_vlm(kind)
@@ -93,7 +93,7 @@ class Merging:
         return states
 
     def replace(self, decoder: Any, args: Any, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Hook before the decoder: put means into what it is given of a prompt."""
+        """Hook before the decoder: replace embeddings of a prompt by means."""
         del decoder
         if arguments["inputs_embeds"].shape[1] != self.gone.shape[1]:
             return args, arguments
@@ -108,7 +108,7 @@ class Merging:
         return args, arguments
 
     def read(self, decide: Any = None, cut: tuple[int, int] = (0, -1)) -> tuple[Tensor, Tensor, Hidden]:
-        """Read a prompt and some tokens behind it with plain attention that does not see what went."""
+        """Read a prompt and some tokens behind it with plain attention that hides merged tokens."""
         layers = len(self.model.get_decoder().layers)
         hidden = Hidden(decide, cut)
         hidden.gone = dict.fromkeys(range(layers + 1), self.gone)
@@ -119,7 +119,7 @@ class Merging:
         return prompt, further, hidden
 
     def compare(self, spec: str, expected: tuple[Tensor, Tensor, Hidden]) -> DynamicCache:
-        """Compare what a press gives with the full reading, where anything is computed."""
+        """Compare a press with the full reading, for all tokens that are computed."""
         before = fingerprint(self.model)
         with kvpress.get_press(spec)(self.model):
             prompt, further, cache = read(self.model, self.inputs)
@@ -130,7 +130,7 @@ class Merging:
         return cache
 
     def holds(self, cache: DynamicCache, gone: Tensor) -> None:
-        """Every layer holds what did not go, and nothing else; padding may be there or not."""
+        """Check that every layer holds the pairs of tokens that stay, and no others; padding may be there or not."""
         real, newest = self.inputs["attention_mask"].bool(), [*range(gone.shape[1], gone.shape[1] + STEPS)]
         for layer in positions(cache):
             for row, heads in enumerate(layer):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks of a video that read a few chunks before them only, and all text, against plain attention under the same mask."""
+"""Chunks of a video that read all text and only a few chunks before them, against attention under the same mask."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCK = 4
 
 
 def visible(labels: list[list[int]], columns: int, reach: int) -> Tensor:
-    """Which columns every token reads, bool `[B, T, T]`: tile by tile, from the chunk of every real token, -1 for text."""
+    """Return the columns that a token reads, bool `[B, T, T]`, by tile, from the chunk of every token (-1: text)."""
     mask = torch.zeros(len(labels), columns, columns, dtype=torch.bool)
     for row, chunk_of in enumerate(labels):
         pads, count = columns - len(chunk_of), len(chunk_of)
@@ -42,7 +42,7 @@ def visible(labels: list[list[int]], columns: int, reach: int) -> Tensor:
 
 
 def plainly(model: Any, inputs: dict[str, Tensor], seen: Tensor) -> Tensor:
-    """Logits of a model whose attention is masked."""
+    """Return logits of a model whose attention is masked."""
 
     def attention(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **kwargs: Any
@@ -65,7 +65,7 @@ def plainly(model: Any, inputs: dict[str, Tensor], seen: Tensor) -> Tensor:
 
 
 def under(spec: str, model: Any, inputs: dict[str, Tensor]) -> Tensor:
-    """Logits under a press."""
+    """Return logits under a press."""
     with kvpress.get_press(spec)(model), torch.no_grad():
         return model(**inputs, past_key_values=DynamicCache(config=model.config)).logits
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that read images, under presses that know nothing of them and under `vision(x)`, which cuts images alone."""
+"""Models that read images, under presses for any token and under `vision(x)`, which evicts from images only."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def read(model: Any, spec: str, inputs: dict[str, Any]) -> DynamicCache:
 
 
 def next_position(model: Any, mask: Tensor) -> Tensor:
-    """Position of the newest token `[B, 1]`, or `[3, B, 1]` where an image counts for less than it has tokens."""
+    """Return the newest position, `[B, 1]`, or `[3, B, 1]` where an image has fewer positions than tokens."""
     at, deltas = (mask.sum(dim=1) - 1)[:, None], getattr(model.model, "rope_deltas", None)
     return at if deltas is None else (at + deltas).expand(3, -1, -1)
 
 
 def decode_both(model: Any, spec: str, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, DynamicCache]:
-    """Logits of further tokens on the compressed cache and on a full one with the evicted pairs masked."""
+    """Return logits of further tokens on the compressed cache and on a full one with the evicted pairs masked."""
     stock, cache = (DynamicCache(config=model.config) for _ in range(2))
     follow = torch.randint(3, IMAGE, (len(inputs["input_ids"]), STEPS), generator=torch.Generator().manual_seed(5))
     mask, length = inputs["attention_mask"], inputs["input_ids"].shape[1]
@@ -83,7 +83,7 @@ def test_decoding_equals_the_mask_oracle(kind: str, spec: str) -> None:
 
 
 def images(inputs: dict[str, Any], row: int) -> set[int]:
-    """Columns of a row's image or video tokens."""
+    """Return the columns of a row's image or video tokens."""
     return set((inputs["input_ids"][row] >= IMAGE).nonzero().flatten().tolist())
 
 
@@ -106,7 +106,7 @@ def test_of_images_stays_the_share_that_is_asked_for_and_text_stays_whole(kind: 
 
 
 def row_of(inputs: dict[str, Any], row: int, kind: str) -> dict[str, Any]:
-    """One row of a batch, without its padding."""
+    """Return one row of a batch, without its padding."""
     real = inputs["attention_mask"][row].bool()
     cut = {}
     for name, value in inputs.items():
@@ -137,7 +137,7 @@ def test_the_image_of_a_later_turn_is_cut_when_it_has_been_read() -> None:
 
 @pytest.mark.parametrize(("spec", "error"), [("none", 1e-4), ("kivi:bits=8,residual_length=8,group_size=16", 0.05)])
 def test_an_image_of_a_later_turn_is_read_as_the_model_does(spec: str, error: float) -> None:
-    """Gemma 3 makes the mask of its windows in another way where there are images; the first turn is longer than a window."""
+    """Gemma 3 builds window masks differently where there are images; the first turn is longer than a window."""
     model, inputs = tiny_vlm("gemma3"), image_batch("gemma3", ROWS)
     first = torch.randint(3, IMAGE, (2, 70), generator=torch.Generator().manual_seed(0))
     real = torch.ones_like(first)
@@ -190,6 +190,6 @@ def test_the_plan_knows_the_language_part_s_cache_and_all_weights(kind: str) -> 
     rows, context = inputs["input_ids"].shape
     planned = plan(kvpress.get_press("none"), Geometry.of(model.config), context, rows)
     cache = read(model, "none", {**inputs, "attention_mask": torch.ones(rows, context, dtype=torch.long)})
-    if kind != "gemma3":  # whose sliding layers hold a whole prompt until a token follows
+    if kind != "gemma3":  # its sliding layers hold a whole prompt until a token follows
         assert planned.total_bytes == kvpress.memory_report(cache).total_bytes
     assert parameters_of_config(model.config) == sum(parameter.numel() for parameter in model.parameters())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks of a video that the end of the prompt asks for stay, the pairs of the others are pooled, with their weight."""
+"""Chunks of a video: those most relevant to the end of the prompt stay, the others are pooled with their weights."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_equal_pairs_that_are_pooled_are_read_as_before() -> None:
 
 
 def asked_and_stored(model: Any, ids: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Queries, keys and values of every layer, as the model's attention gets them."""
+    """Return queries, keys and values of every layer, as the model's attention gets them."""
     calls = []
 
     def spy(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -63,7 +63,7 @@ def asked_and_stored(model: Any, ids: Tensor) -> list[tuple[Tensor, Tensor, Tens
 def pooled_plainly(
     queries: Tensor, keys: Tensor, values: Tensor, spans: list[tuple[int, int]], dense: float, chunk: int, pool: int
 ) -> list[tuple[int, Tensor, Tensor, float]]:
-    """Position, key, value and weight of every pair of a head that stays, one window at a time."""
+    """Return position, key, value and log-weight of every pair of a head that stays, one window at a time."""
     chunks = [list(range(at, min(at + chunk, end))) for first, end in spans for at in range(first, end, chunk)]
     windows = [[columns[at : at + pool] for at in range(0, len(columns), pool)] for columns in chunks]
     flat = [window for columns in windows for window in columns]
@@ -128,7 +128,7 @@ def test_of_a_video_stay_as_many_pairs_and_bytes_as_the_formula_says(kind: str) 
     for layer in positions(cache):
         for row, heads in enumerate(layer):
             video = images(inputs, row)
-            for head in heads:  # two chunks of four, of which the last one stays and the other is left two windows
+            for head in heads:  # of two chunks of four, the last stays and the other leaves two windows
                 assert len(video & set(head)) == 4 + 2
                 assert len(set(head) - video) == int(inputs["attention_mask"][row].sum()) - len(video)
     report = kvpress.memory_report(cache)
