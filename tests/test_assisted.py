@@ -157,7 +157,7 @@ def test_hidden_states_of_every_token() -> None:
     torch.testing.assert_close(newest(assisted)[-8:], newest(expected)[-8:], atol=2e-3, rtol=2e-3)
 
 
-def test_what_cannot_be_read_in_parts_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_cannot_be_read_in_parts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model, press = model_of("llama", "float32"), kvpress.get_press("snapkv:0.5,window_size=4")
     monkeypatch.setattr(candidate_passes, "PER_TOKEN", ("input_ids",))
     with (

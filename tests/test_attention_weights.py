@@ -21,7 +21,7 @@ SETTINGS: dict[str, Any] = {"do_sample": False, "max_new_tokens": 5, "return_dic
     "spec", ["snapkv:0.5,window_size=4", "adakv(knorm:0.5) + kivi:bits=4 + quest:budget=8,page_size=4"]
 )
 @pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
-def test_those_of_a_prompt_are_the_models_own(spec: str, family: str, padded: bool) -> None:
+def test_weights_of_a_prompt_equal_the_models(spec: str, family: str, padded: bool) -> None:
     model = tiny_model(family, "eager")
     ids, mask = padded_batch([20, 13]) if padded else (tokens(2, 20), torch.ones(2, 20, dtype=torch.long))
     settings = {"attention_mask": mask, "position_ids": position_ids(mask), "output_attentions": True}
@@ -34,7 +34,7 @@ def test_those_of_a_prompt_are_the_models_own(spec: str, family: str, padded: bo
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_oss"])
 @pytest.mark.parametrize("spec", ["none", "snapkv:0.5,window_size=4", "pyramidkv:0.5,window_size=4,beta=3"])
-def test_those_of_later_tokens_are_on_the_pairs_that_are_stored(spec: str, family: str) -> None:
+def test_weights_of_later_tokens_cover_stored_pairs(spec: str, family: str) -> None:
     """They are the softmax over the stored pairs of the full model's logits; asking for them changes nothing else."""
     model, ids, press = tiny_model(family, "eager"), tokens(2, 20), kvpress.get_press(spec)
     with press(model):
@@ -54,7 +54,7 @@ def test_those_of_later_tokens_are_on_the_pairs_that_are_stored(spec: str, famil
             torch.testing.assert_close(found_here / found_here.sum(), reference / reference.sum(), atol=1e-5, rtol=1e-4)
 
 
-def test_those_of_several_later_tokens_are_causal() -> None:
+def test_weights_of_several_later_tokens_are_causal() -> None:
     model, ids = tiny_model("llama", "eager"), tokens(1, 20)
     cache = DynamicCache(config=model.config)
     with kvpress.KnormPress(0.5)(model):

@@ -109,7 +109,7 @@ def test_cpu_benchmark_reports_every_contender() -> None:
     assert all(row["min_ms"] <= row["median_ms"] for row in rows)
 
 
-def test_methods_hold_what_their_press_would_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_methods_hold_the_pairs_of_their_press(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "QuantizedCache", lambda **_: (_ for _ in ()).throw(ImportError("not installed")))
     config = LlamaConfig(hidden_size=1024, num_attention_heads=16, num_key_value_heads=4, num_hidden_layers=8)
     model = SimpleNamespace(config=config, model=SimpleNamespace(rotary_emb=LlamaRotaryEmbedding(config)))
@@ -167,7 +167,7 @@ def test_levels_are_named_in_order_and_those_that_are_lacking_refused() -> None:
 
 
 @needs_compiler
-def test_torch_is_held_to_a_level_and_what_the_user_set_is_back_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_runs_at_a_level_and_the_users_setting_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "supported_levels", lambda: ("avx2", "avx512"))
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_AMX")
     monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
@@ -314,7 +314,7 @@ def test_sizes_of_several_results_go_into_one_figure(tmp_path: Path) -> None:
         frontier.joined([paths[0], results / "frontier_2048.json"])
 
 
-def test_ours_is_measured_and_said_to_be_alone_without_openvino(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ours_is_measured_alone_without_openvino(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "openvino", None)
     *rows, missing = openvino_prefill.measured("local", 1024, threads=1, rounds=1)
     assert missing["name"] == "OpenVINO"

@@ -118,7 +118,7 @@ def test_a_branch_is_read_without_a_press() -> None:
     torch.testing.assert_close(logits, model(tokens(2, 3, seed=1), past_key_values=stock).logits, atol=1e-4, rtol=1e-4)
 
 
-def test_what_cannot_be_branched_is_refused() -> None:
+def test_caches_without_branches_are_refused() -> None:
     model, (ids, mask) = tiny_model("llama"), padded_batch([20, 12])
     cache = prefill(model, kvpress.get_press("none"), ids, mask)
     before = positions(cache)

@@ -28,7 +28,7 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_text_is_compressed_once_and_asked_about_later(text: Path, tmp_path: Path) -> None:
+def test_a_text_is_compressed_once_and_questioned_later(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "text.kv"
     done = run("compress", "--model", "reference", "--press", "frontier:smaller=4", "--text", text, "--out", out)
     assert done.exit_code == 0, done.output
@@ -54,7 +54,7 @@ def test_a_text_is_compressed_once_and_asked_about_later(text: Path, tmp_path: P
     assert cache.get_seq_length() == info.length
 
 
-def test_info_says_what_a_file_holds_and_reads_all_of_it_where_asked(text: Path, tmp_path: Path) -> None:
+def test_info_prints_the_contents_of_a_file_and_verifies_it(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "text.kv"
     assert run("compress", "--model", "reference", "--press", "knorm:0.5", "--text", text, "--out", out).exit_code == 0
     result = run("info", out, "--verify")
@@ -86,7 +86,7 @@ def test_info_says_what_a_file_holds_and_reads_all_of_it_where_asked(text: Path,
         (("ask", "--cache", "{folder}/no.kv", "Why?"), "there is no such file", 3),
     ],
 )
-def test_what_goes_wrong_is_said_in_a_sentence(
+def test_errors_are_one_sentence(
     arguments: tuple[str, ...], message: str, code: int, text: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "empty.txt").write_text(" \n")

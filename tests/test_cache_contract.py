@@ -137,7 +137,7 @@ def test_update_is_that_of_a_dynamic_layer_while_nothing_is_compressed() -> None
     assert ours.get_seq_length() == stock.get_seq_length() == 50
 
 
-def test_update_does_not_alias_what_the_model_may_write_to() -> None:
+def test_update_does_not_alias_its_arguments() -> None:
     layer = PressLayer()
     source = torch.randn(1, 2, 9, 8)
     layer.update(source[:, :, :4], source[:, :, :4])
@@ -152,7 +152,7 @@ def test_update_does_not_alias_what_the_model_may_write_to() -> None:
      (torch.zeros(2, 2, 1, 4), ValueError), (torch.zeros(1, 2, 1, 8), ValueError)],
     ids=["float64", "int64", "dim", "batch"],
 )  # fmt: skip
-def test_update_refuses_what_does_not_fit(keys: Tensor, error: type[Exception]) -> None:
+def test_update_refuses_wrong_shapes(keys: Tensor, error: type[Exception]) -> None:
     layer = PressLayer()
     layer.update(torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 3, 8))
     with pytest.raises(error, match="this cache holds"):

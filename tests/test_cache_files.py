@@ -107,7 +107,7 @@ def test_layers_of_all_kinds_are_kept(family: str, spec: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("spec", STORAGES.values(), ids=STORAGES)
-def test_a_file_is_as_large_as_what_is_held(spec: str, tmp_path: Path) -> None:
+def test_a_file_is_as_large_as_its_cache(spec: str, tmp_path: Path) -> None:
     model, press = tiny_model("llama"), kvpress.get_press(spec)
     cache = prefill(model, press, tokens(2, 400))
     total = kvpress.memory_report(cache).total_bytes
@@ -119,7 +119,7 @@ def test_a_file_is_as_large_as_what_is_held(spec: str, tmp_path: Path) -> None:
     assert (info.memory_bytes, info.kept, info.seen) == (total, loaded.kept, loaded.seen)
 
 
-def test_what_all_layers_have_in_common_is_written_once_and_common_again(tmp_path: Path) -> None:
+def test_tensors_shared_by_layers_are_written_once_and_shared_again(tmp_path: Path) -> None:
     model, tokenizer = kvpress.load_model("reference")
     press = kvpress.get_press("cq:bits=8,coupled=4,residual_length=16")
     ids = tokenizer(["The code for tiger is 4837. " * 40] * 2, return_tensors="pt").input_ids
@@ -299,7 +299,7 @@ def test_a_file_that_goes_while_it_is_read_is_missing(tmp_path: Path) -> None:
             container._header_of(file, path)
 
 
-def test_another_model_is_refused_and_what_differs_is_named(tmp_path: Path) -> None:
+def test_another_model_is_refused_and_the_difference_named(tmp_path: Path) -> None:
     model, cache, path = small(tmp_path)
     with pytest.raises(ValueError, match=r"architecture 'LlamaForCausalLM' \(here 'Qwen3ForCausalLM'\)"):
         kvpress.load(path, tiny_model("qwen3"))
@@ -335,7 +335,7 @@ class Unnamed(kvpress.ScorerPress):
         return view.values.norm(dim=-1)
 
 
-def test_what_cannot_be_saved_is_said_before_anything_is_written(tmp_path: Path) -> None:
+def test_an_unsaveable_cache_is_refused_before_writing(tmp_path: Path) -> None:
     model, cache, old = small(tmp_path)
     path = tmp_path / "other.kv"
     with pytest.raises(ValueError, match="the cache is empty"):
@@ -362,7 +362,7 @@ def test_what_cannot_be_saved_is_said_before_anything_is_written(tmp_path: Path)
     assert list(tmp_path.iterdir()) == [old]
 
 
-def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, cache, path = small(tmp_path)
     before = path.read_bytes()
     usage = shutil.disk_usage(tmp_path)
@@ -444,7 +444,7 @@ def test_packed_numbers_come_back_bit_by_bit(tmp_path: Path) -> None:
     assert torch.equal(follow(model, press, loaded, None), follow(model, press, cache, None))
 
 
-def test_what_packing_needs_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_names_missing_requirements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, cache, path = small(tmp_path)
     monkeypatch.setattr(container, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install 'kvpress-toolkit\[zstd\]'"):

@@ -39,7 +39,7 @@ def in_common(cache: Any) -> list[CommonSegment]:
     return [part for store in stores for part in store.sealed if isinstance(part, CommonSegment)]
 
 
-def asked(model: Any, press: Any, cache: Any, mask: Tensor, ids: Tensor) -> Tensor:
+def answer(model: Any, press: Any, cache: Any, mask: Tensor, ids: Tensor) -> Tensor:
     """Read ids and generate eight tokens; return these."""
     with kvpress.reading(model, press):
         sequences: Tensor = generate(model, ids, grow(mask, ids.shape[1]), past_key_values=cache).sequences
@@ -56,7 +56,7 @@ def test_questions_about_one_text_are_answered_as_each_alone(spec: str) -> None:
     for row, question in zip(order.tolist(), questions, strict=True):
         copied = copy.deepcopy(cache)
         copied.batch_select_indices(torch.tensor([row]))
-        alone.append(asked(model, press, copied, mask[[row]], question[None]))
+        alone.append(answer(model, press, copied, mask[[row]], question[None]))
     before = kvpress.memory_report(cache)
     cache.batch_select_indices(order)
     assert in_common(cache)
@@ -64,13 +64,13 @@ def test_questions_about_one_text_are_answered_as_each_alone(spec: str) -> None:
     window = max(layer.store.window.length for layer in cache.layers)
     dense = 3 * 3 * 2 * 2 * 32 * 4 * (window + 64)  # layers x new rows x heads x (keys, values) x channels x bytes
     assert grown <= dense + before.components.get("scores", 0) * 2 + 2**14
-    assert torch.equal(asked(model, press, cache, mask[order], questions), torch.cat(alone))
+    assert torch.equal(answer(model, press, cache, mask[order], questions), torch.cat(alone))
 
 
 @pytest.mark.parametrize("settings", [{"num_beams": 3}, {"num_return_sequences": 3, "do_sample": True}], ids=str)
 @pytest.mark.parametrize("spec", ["none", "snapkv:0.5,window_size=4", f"adakv(snapkv:0.5,window_size=4) + {CODEC}"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
-def test_what_generate_makes_of_a_prompt_is_held_once(
+def test_a_prompt_that_generate_repeats_is_stored_once(
     family: str, spec: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, press = tiny_model(family, "eager" if family == "gpt_oss" else "sdpa"), kvpress.get_press(spec)
@@ -107,7 +107,7 @@ def test_short_and_observed_pairs_are_copied(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @stored
-def test_what_no_row_has_any_more_is_freed(spec: str) -> None:
+def test_pairs_of_no_row_are_freed(spec: str) -> None:
     model, press = tiny_model("llama"), kvpress.get_press(spec)
     cache = prefill(model, press, tokens(3, 60))
     lone = copy.deepcopy(cache)
@@ -133,7 +133,7 @@ def test_copies_branches_and_files_hold_it_once_too(spec: str, tmp_path: Path) -
     assert len(in_common(loaded)) == len(in_common(cache))
     mask, question = torch.ones(6, 60, dtype=torch.int64), tokens(6, 4, seed=5)
     branch = kvpress.branch(cache)
-    answers = [asked(model, press, twin, mask, question) for twin in (cache, branch, loaded)]
+    answers = [answer(model, press, twin, mask, question) for twin in (cache, branch, loaded)]
     assert torch.equal(answers[0], answers[1])
     assert torch.equal(answers[0], answers[2])
 

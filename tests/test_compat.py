@@ -82,7 +82,7 @@ def test_a_users_scorer(press: ScorerPress) -> None:
     assert cache.get_seq_length() == 41
 
 
-def test_a_users_scorer_keeps_what_it_says() -> None:
+def test_a_users_scorer_keeps_its_best_pairs() -> None:
     model, ids = tiny_model("llama"), tokens(2, 41)
     values = model(ids, use_cache=True).past_key_values.layers[0].values
     positions = kvpress.kept_positions(run(ValueNormPress(0.5), ids))[0]

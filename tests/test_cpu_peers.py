@@ -133,7 +133,7 @@ def test_the_fastest_of_ours_is_compared_with_the_fastest_peer_of_as_many_bits()
     assert "- peer three (layer, 64): ImportError: no." in lines
 
 
-def test_a_token_of_a_model_is_told_apart_from_what_it_takes_behind_an_empty_cache() -> None:
+def test_time_of_a_token_is_split_from_its_time_behind_an_empty_cache() -> None:
     rows = [
         row("ours empty", 4.0, None, part="model"), row("transformers empty", 3.0, None, part="model"),
         row("ours int4", 6.0, part="model", level="avx2"), row("quanto 4 bits", 5.0, part="model"),
@@ -157,7 +157,7 @@ def test_a_token_of_a_model_is_told_apart_from_what_it_takes_behind_an_empty_cac
         (["--show", "no-such-file.json"], "--show: no file no-such-file.json"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_at_once(
+def test_unmeasurable_settings_are_refused_at_once(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):

@@ -201,7 +201,7 @@ def _tuples(depth: int) -> str:
     return '{"tuple":[' * depth + "]}" * depth
 
 
-def test_what_is_packed_cannot_be_larger_than_it_is_said_to_be(tmp_path: Path) -> None:
+def test_packed_data_cannot_exceed_its_declared_size(tmp_path: Path) -> None:
     zstandard = pytest.importorskip("zstandard")
     frame = torch.frombuffer(bytearray(zstandard.ZstdCompressor().compress(bytes(10**7))), dtype=torch.uint8)
     with pytest.raises(ValueError, match="is packed from 10000000 bytes, not from 64"):

@@ -58,7 +58,7 @@ def test_pages_are_those_of_the_code() -> None:
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=by_name)
-def test_a_page_says_everything(entry: Entry) -> None:
+def test_a_page_is_complete(entry: Entry) -> None:
     press = kvpress.get_press(entry.example)
     assert type(press) is entry.press
     assert kvpress.get_press(kvpress.to_spec(press)) == press
@@ -127,7 +127,7 @@ def talk(press: BasePress, model: Any) -> None:
 
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.spec)
-def test_what_is_said_to_be_refused_is(refusal: Refusal) -> None:
+def test_documented_refusals_are_refused(refusal: Refusal) -> None:
     model = tiny_model("llama")
     with pytest.raises((ValueError, TypeError)):
         talk(kvpress.get_press(refusal.spec), model)

@@ -83,7 +83,7 @@ def test_nothing_removed_equals_stock(kind: str, settings: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("kind", ["jetmoe", "gemma3n_text", "falcon_h1"])
-def test_a_second_turn_reads_what_was_kept(kind: str) -> None:
+def test_a_second_turn_reads_the_kept_pairs(kind: str) -> None:
     """A turn of several tokens equals its tokens read one by one."""
     model, ids, turn = tiny_model(kind), tokens(2, 30), tokens(2, 5, seed=4)
     with kvpress.get_press("knorm:0.5")(model) as session, torch.no_grad():

@@ -110,7 +110,7 @@ def halved(layout: Layout) -> Layout:
 
 
 @every_codec
-def test_moving_leaves_nothing_behind_and_keeps_what_is_shared(name: str) -> None:
+def test_moving_moves_every_tensor_and_keeps_sharing(name: str) -> None:
     store = KVStore(torch.zeros(2, HEADS, 0, DIM), torch.zeros(2, HEADS, 0, DIM))
     original = segment(name)
     store.segments = [original, original.take(torch.arange(original.layout.total), original.layout)]

@@ -146,7 +146,7 @@ def test_the_largest_batch_is_found_from_any_start(start: int, capacity: int, be
         assert high - low <= max(1, low // 16)
 
 
-def test_a_static_cache_is_asked_to_be_compiled(bench: gpu_generate.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_static_cache_is_compiled(bench: gpu_generate.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Row] = []
     generate = bench.generate
 
@@ -277,7 +277,7 @@ def test_rows_without_time_are_named(program: Callable[[str], None], monkeypatch
     )
 
 
-def test_a_part_that_cannot_begin_says_why(program: Callable[[str], None]) -> None:
+def test_a_part_that_cannot_begin_reports_the_reason(program: Callable[[str], None]) -> None:
     program("raise SystemExit('no such check')")
     rows: list[Row] = []
     run_parts([Part("part")], 60.0, rows.append)
@@ -314,7 +314,7 @@ def case(check: str, name: str = "one", **row: Any) -> Row:
     return {"check": check, "case": name, **(row or {"error": 0.1, "limit": 0.2, "passed": True})}
 
 
-def test_the_first_part_says_what_is_wrong(
+def test_the_first_part_reports_the_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     rows = [case(name) for name in (*gpu_parity.CHECKS, gpu_end_to_end.CHECK) if name != "pages"]
@@ -413,7 +413,7 @@ def test_scripts_refuse_to_begin_without_a_gpu(monkeypatch: pytest.MonkeyPatch) 
             script.main()
 
 
-def test_scripts_write_where_they_are_told(
+def test_scripts_write_to_their_output_option(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(gpu_report, "run_parts", lambda parts, seconds, receive: receive(case("dense")))

@@ -34,7 +34,7 @@ def follow(model: Any, press: Any, cache: Any, steps: int = 6) -> Tensor:
         return torch.cat([model(tokens(2, 1, t), past_key_values=cache).logits for t in range(steps)], dim=1)
 
 
-def sent(model: Any, cache: Any, **options: Any) -> bytes:
+def bytes_of(model: Any, cache: Any, **options: Any) -> bytes:
     """Return the bytes of a cache."""
     stream = io.BytesIO()
     assert kvpress.send(cache, stream, model, **options) == stream.tell()
@@ -50,7 +50,7 @@ def prefill_elsewhere(pipe: socket.socket, family: str, spec: str) -> None:
 @pytest.mark.parametrize("wait", [True, False], ids=["whole", "at once"])
 @pytest.mark.parametrize("spec", [PRESS, "none", "adakv(snapkv:0.5,window_size=4)"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_another_process_generates_from_what_one_has_read(family: str, spec: str, wait: bool) -> None:
+def test_another_process_generates_from_a_received_cache(family: str, spec: str, wait: bool) -> None:
     model, press = tiny_model(family), kvpress.get_press(spec)
     ours, theirs = socket.socketpair()
     process = multiprocessing.get_context("fork").Process(target=prefill_elsewhere, args=(theirs, family, spec))
@@ -72,11 +72,11 @@ def test_another_process_generates_from_what_one_has_read(family: str, spec: str
 
 
 @pytest.mark.parametrize("spec", STORAGES.values(), ids=STORAGES)
-def test_what_goes_through_is_what_is_held(spec: str) -> None:
+def test_transferred_bytes_are_held_bytes(spec: str) -> None:
     model, press = tiny_model("llama"), kvpress.get_press(spec)
     cache = prefill(model, press, tokens(2, 400))
     before = copy.deepcopy(cache)
-    content = sent(model, cache, press=press)
+    content = bytes_of(model, cache, press=press)
     header = 8 + int.from_bytes(content[:8], "little")
     report = kvpress.memory_report(cache).total_bytes
     assert len(content) - header == pytest.approx(report, rel=0.01)
@@ -122,7 +122,7 @@ def noticed(module: Any, event: threading.Event) -> Iterator[None]:
 def test_layers_are_read_while_others_are_on_their_way(family: str) -> None:
     model, press = tiny_model(family), kvpress.get_press(PRESS)
     cache = prefill(model, press, tokens(2, 60))
-    content = sent(model, cache)
+    content = bytes_of(model, cache)
     first = full_layers(model)[0]  # a reader of a cache begins with this layer
     stream = Gated(content, end_of_layer(content, first))
     received = kvpress.receive(stream, model, wait=False)
@@ -136,7 +136,7 @@ def test_layers_are_read_while_others_are_on_their_way(family: str) -> None:
 def test_a_cache_on_its_way_is_copied_and_measured_once_it_is_there() -> None:
     model, press = tiny_model("gemma3_text"), kvpress.get_press(PRESS)
     cache = prefill(model, press, tokens(2, 60))
-    content = sent(model, cache)
+    content = bytes_of(model, cache)
     for look in (copy.deepcopy, kvpress.memory_report, positions):
         stream = Gated(content, end_of_layer(content))
         received = kvpress.receive(stream, model, wait=False)
@@ -148,7 +148,7 @@ def test_a_cache_on_its_way_is_copied_and_measured_once_it_is_there() -> None:
 
 def test_a_transfer_that_is_aborted_leaves_nothing_at_the_receiver() -> None:
     model, press = tiny_model("llama"), kvpress.get_press(PRESS)
-    content = sent(model, prefill(model, press, tokens(2, 60)))
+    content = bytes_of(model, prefill(model, press, tokens(2, 60)))
     for length in (0, 4, 2000, end_of_layer(content), len(content) - 1):
         with pytest.raises(ConnectionError, match="the sender has gone before all of it was sent"):
             kvpress.receive(io.BytesIO(content[:length]), model)
@@ -182,9 +182,9 @@ def test_a_receiver_that_goes_leaves_the_sender_as_it_was() -> None:
     assert torch.equal(follow(model, press, cache), follow(model, press, twin))
 
 
-def test_only_what_fits_and_belongs_here_is_admitted() -> None:
+def test_only_a_valid_cache_of_this_model_is_admitted() -> None:
     model, press = tiny_model("llama"), kvpress.get_press(PRESS)
-    content = sent(model, prefill(model, press, tokens(2, 60)))
+    content = bytes_of(model, prefill(model, press, tokens(2, 60)))
     size = len(content) - 8 - int.from_bytes(content[:8], "little")
     for limit in ("10kB", size - 200):
         stream = io.BytesIO(content)

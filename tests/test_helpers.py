@@ -190,7 +190,7 @@ class AsExpected(kvpress.ExpectedAttentionPress):
         return torch.einsum("bhgd,bhnd->bhgn", mean, keys).mul(keys.shape[3] ** -0.5).softmax(dim=-1).mean(dim=2)
 
 
-def test_helpers_that_a_users_score_asks_are_those_of_our_own() -> None:
+def test_helpers_called_by_a_users_score_are_ours() -> None:
     model, (ids, mask) = tiny_model("qwen3"), padded_batch([LENGTH, 31])
     settings = {"window_size": 4, "kernel_size": 3}
     cache = prefill(model, AsUsersDo(0.5, **settings), ids, mask)
@@ -225,7 +225,7 @@ def test_overrides_that_nothing_asks_are_refused(base: type[Any], name: str) -> 
     type("Unrelated", (KnormPress,), {name: lambda self: None})
 
 
-def test_what_a_prompt_decides_is_known_after_it() -> None:
+def test_decisions_of_a_prompt_are_set_after_it() -> None:
     model, press = tiny_model("llama"), kvpress.SimLayerKVPress(0.0, n_recent=8, n_initial=2)
     assert not hasattr(press, "compression_ratio")
     with press(model):
@@ -255,7 +255,7 @@ class Marking(kvpress.AdaKVPress):
         return keys, values
 
 
-def test_a_head_wise_compress_marks_what_it_evicts() -> None:
+def test_a_head_wise_compress_marks_evicted_pairs() -> None:
     model, (ids, mask) = tiny_model("llama"), padded_batch([LENGTH, 31])
     cache = prefill(model, Marking(KnormPress(0.5)), ids, mask)
     assert positions(cache) == positions(prefill(model, kvpress.AdaKVPress(KnormPress(0.5)), ids, mask))
@@ -280,7 +280,7 @@ def test_modules_that_are_stand_ins_are_enough_where_nothing_is_read_of_them() -
     assert kvpress.BlockPress(KnormPress(0.5), 4).compress(module, None, keys, values, None, {})[0].shape[2] == 5
 
 
-def test_the_pipeline_logs_what_it_reads_and_keeps(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_pipeline_logs_read_and_kept_tokens(caplog: pytest.LogCaptureFixture) -> None:
     model, tokenizer = kvpress.load_model("reference")
     pipe = kvpress.KVPressTextGenerationPipeline(model=model, tokenizer=tokenizer)
     with caplog.at_level(logging.DEBUG):

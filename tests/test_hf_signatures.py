@@ -94,7 +94,7 @@ class Spy:
             AttentionMaskInterface._global_mapping.pop("signature_probe")
 
 
-def test_what_the_mask_function_is_given() -> None:
+def test_arguments_of_the_mask_function() -> None:
     spy, padding = Spy(), torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
     spy.run(tiny_model("llama"), tokens(2, 5), attention_mask=padding, use_cache=True)
     assert len(spy.mask) == 1, changed("create_causal_mask: it builds another number of masks")
@@ -107,7 +107,7 @@ def test_what_the_mask_function_is_given() -> None:
     assert parameters(functions.mask)[:5] == ["batch_size", "q_length", "kv_length", "q_offset", "kv_offset"]
 
 
-def test_what_the_attention_function_is_given() -> None:
+def test_arguments_of_the_attention_function() -> None:
     spy = Spy()
     spy.run(tiny_model("llama"), tokens(2, 5), use_cache=True)
     assert len(spy.attention) == 3, changed("the attention interface")
@@ -122,7 +122,7 @@ def test_what_the_attention_function_is_given() -> None:
     assert extra <= functions.KNOWN_ATTENTION_ARGUMENTS, changed(f"the attention interface: {extra} are new")
 
 
-def test_what_attention_modules_are_given() -> None:
+def test_arguments_of_attention_modules() -> None:
     model, calls = tiny_model("llama"), []
     hook = model.model.layers[0].self_attn.register_forward_pre_hook(
         lambda m, a, k: calls.append((a, k)), with_kwargs=True
@@ -154,7 +154,7 @@ def test_a_cache_may_be_given_by_each_of_its_names(spec: str, name: str) -> None
         assert cache.get_seq_length() == 43
 
 
-def test_what_the_decoder_is_given() -> None:
+def test_arguments_of_the_decoder() -> None:
     model, calls = tiny_model("llama"), []
     hook = model.get_decoder().register_forward_pre_hook(lambda m, a, k: calls.append((a, k)), with_kwargs=True)
     try:

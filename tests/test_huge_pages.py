@@ -133,7 +133,7 @@ def test_pairs_of_every_format_get_huge_pages_and_keep_them(name: str, monkeypat
 
 
 @on_linux
-def test_what_is_encoded_while_a_model_runs_gets_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codes_written_while_a_model_runs_get_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "LEAST_BYTES", 1)
     model = tiny_model("llama")
     for spec in (

@@ -121,7 +121,7 @@ def test_few_tokens_behind_many_are_read_without_copies_for_every_query_head(
     assert bool(native_calls) == native
 
 
-def test_prefill_logits_are_bit_identical_whatever_the_press() -> None:
+def test_prefill_logits_are_bit_identical_under_any_press() -> None:
     model = tiny_model("qwen3")
     ids, mask = padded_batch([40, 25])
     expected = model(ids, attention_mask=mask).logits

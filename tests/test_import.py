@@ -38,7 +38,7 @@ def test_import_loads_nothing_heavy() -> None:
         "import kvpress, transformers; pipeline = transformers.pipeline",
     ],
 )
-def test_the_pipeline_is_known_once_both_are_imported_and_loaded_once_it_is_asked_for(lines: str) -> None:
+def test_the_pipeline_is_registered_on_import_and_loaded_on_use(lines: str) -> None:
     code = f"""
 import sys
 {lines}
@@ -140,12 +140,12 @@ def test_every_arrow_runs_down() -> None:
             assert not up, f"{module} knows {sorted(up)}, which lie above it"
 
 
-def test_no_modules_know_each_other() -> None:
+def test_no_modules_import_each_other() -> None:
     remaining = {module: set(targets) for module, targets in arrows().items() if module}
     while free := [module for module, targets in remaining.items() if not targets & set(remaining)]:
         for module in free:
             del remaining[module]
-    assert not remaining, f"these modules know each other: {sorted(remaining)}"
+    assert not remaining, f"these modules import each other: {sorted(remaining)}"
 
 
 def test_only_one_package_imports_transformers() -> None:

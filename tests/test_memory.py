@@ -86,7 +86,7 @@ def read(model: Any, press: Any, ids: Tensor, mask: Tensor | None = None, new: i
 
 
 @every_pair(spec=PRESSES, padded={"even": False, "padded": True}, new={"prefill": 0, "generated": 9})
-def test_the_total_is_what_is_held_and_positions_ascend_without_repeats(spec: str, padded: bool, new: int) -> None:
+def test_the_total_is_the_held_bytes_and_positions_ascend_without_repeats(spec: str, padded: bool, new: int) -> None:
     ids, mask = padded_batch([40, 26, 13]) if padded else (tokens(3, 40), None)
     cache = read(tiny_model("llama"), kvpress.get_press(spec), ids, mask, new)
     report = kvpress.memory_report(cache)
@@ -131,7 +131,7 @@ def test_layers_with_a_window_hold_it_alone_after_a_prompt(family: str, settings
         assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False, **settings), plain)
 
 
-def test_a_report_of_a_hybrid_model_names_what_can_shrink() -> None:
+def test_a_report_of_a_hybrid_model_names_the_compressible_share() -> None:
     report = kvpress.memory_report(read(tiny_model("gemma3_text"), kvpress.KnormPress(0.5), tokens(1, 40)))
     part = report.shrinking
     assert [layer.layer for layer in part.layers] == [1, 2]
@@ -216,7 +216,7 @@ def test_a_press_that_evicts_frees_the_keys_that_the_model_computed() -> None:
 
 
 @pytest.mark.parametrize("spec", ["knorm:0.5", "adakv(snapkv:0.5,window_size=4)", KIVI + "2", PRESSES[-1]])
-def test_copies_share_what_is_sealed(spec: str) -> None:
+def test_copies_share_sealed_pairs(spec: str) -> None:
     model, press = tiny_model("llama"), kvpress.get_press(spec)
     cache = read(model, press, tokens(2, 400))
     copies = [copy.deepcopy(cache) for _ in range(5)]

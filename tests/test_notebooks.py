@@ -38,7 +38,7 @@ def in_one_kernel(notebooks: Iterable[NotebookNode], folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_all_run_and_show_what_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_run_and_reproduce_their_stored_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     stored, executed = ([nbformat.read(path, as_version=4) for path in NOTEBOOKS] for _ in range(2))

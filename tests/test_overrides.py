@@ -88,7 +88,7 @@ def test_a_forward_hook_that_writes_the_cache() -> None:
     assert pairs(cache) == {11}
 
 
-def test_what_a_forward_hook_returns_takes_the_place_of_the_output() -> None:
+def test_the_result_of_a_forward_hook_replaces_the_output() -> None:
     model, ids = tiny_model("llama"), tokens(1, 6)
     with Silencing()(model):
         silent = model(ids, past_key_values=DynamicCache()).logits
@@ -282,7 +282,7 @@ class Scaling(SnapKVPress):
         return super().compress(module, hidden_states, keys * 2, values, attentions, kwargs)
 
 
-def test_the_compress_of_a_users_class_counts_whatever_it_derives_from() -> None:
+def test_the_compress_of_a_users_class_counts_with_any_base_class() -> None:
     model = tiny_model("llama")
     assert pairs(prefill(model, OwnAdaKV(KnormPress(0.5)), tokens(1, 20))) == {7}
     assert pairs(prefill(model, Halving(0.5), tokens(1, 20))) == {5}
@@ -322,7 +322,7 @@ BY_HAND = [
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("spec", BY_HAND)
-def test_compress_by_hand_keeps_what_the_press_keeps(spec: str, family: str) -> None:
+def test_compress_called_directly_keeps_the_pairs_of_the_press(spec: str, family: str) -> None:
     model, press = tiny_model(family), kvpress.get_press(spec)
     module, *inputs = arguments(model)
     module.rotary_emb = model.model.rotary_emb
@@ -336,7 +336,7 @@ def test_compress_by_hand_keeps_what_the_press_keeps(spec: str, family: str) -> 
 
 
 @pytest.mark.parametrize("family", ["llama", "glm4"])
-def test_rerotated_keys_by_hand_are_numbered_from_0(family: str) -> None:
+def test_rerotated_keys_of_a_direct_call_are_numbered_from_0(family: str) -> None:
     """The keys have the positions of a prompt of as many tokens as pairs are kept."""
     model = tiny_model(family)
     module, hidden, keys, *inputs = arguments(model)
@@ -361,7 +361,7 @@ NEEDS_MORE = {"attention_matching", "criticalkv", "expected_attention_stats", "f
 @pytest.mark.parametrize(
     "name", [entry.name for entry in entries() if issubclass(entry.press, ScorerPress) and entry.name not in NEEDS_MORE]
 )
-def test_scores_by_hand_do_not_depend_on_the_ratio(name: str) -> None:
+def test_scores_of_a_direct_call_do_not_depend_on_the_ratio(name: str) -> None:
     model = tiny_model("llama")
     kind, (module, *inputs) = find(name).press, arguments(model)
     module.rotary_emb, scores = model.model.rotary_emb, []
@@ -380,7 +380,7 @@ def test_compress_by_hand_of_a_schedule_cuts_to_its_target(spec: str) -> None:
     assert keys.shape == values.shape == (2, 2, 9, 32)
 
 
-def test_by_hand_what_needs_more_is_refused() -> None:
+def test_direct_calls_that_need_more_are_refused() -> None:
     inputs = (None, None, torch.randn(1, 2, 30, 8), torch.randn(1, 2, 30, 8), None, None)
     assert kvpress.ChunkKVPress(KnormPress(0.5)).compress(*inputs)[0].shape == (1, 2, 15, 8)
     for spec, why in (

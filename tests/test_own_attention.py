@@ -39,7 +39,7 @@ def pairs_of(outcome: Run) -> Any:
     "spec", ["adakv(knorm:0.75)", "streaming_llm:0.5", "chunkkv(keydiff:0.5)", "none + random:0.5,seed=1"]
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_evicted_is_not_read(kind: str, spec: str) -> None:
+def test_evicted_pairs_are_not_read(kind: str, spec: str) -> None:
     """Heads may keep different pairs, and different numbers of pairs."""
     model, prompt, outcome = tiny_model(kind), Prompt(), run(kind, spec)
     expected = Oracle(model, kvpress.kept_positions(pairs_of(outcome)), grown(prompt.run(model).cache)).run(prompt)
@@ -104,7 +104,7 @@ def test_a_codec_stores_what_the_model_caches(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [LATENT, ALIBI, SDPA])
-def test_a_second_turn_reads_what_was_kept(kind: str) -> None:
+def test_a_second_turn_reads_the_kept_pairs(kind: str) -> None:
     """A turn of several tokens equals its tokens read one by one."""
     model, turn = tiny_model(kind), tokens(2, 5, seed=4)
     ids, mask = padded_batch([30, 22])

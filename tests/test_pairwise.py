@@ -23,7 +23,7 @@ def test_every_two_values_share_a_row() -> None:
     assert all(list(row) == list(DIMENSIONS) for row in rows)
 
 
-def test_what_is_not_allowed_is_left_out_and_nothing_else() -> None:
+def test_only_refused_combinations_are_missing() -> None:
     def allowed(row: dict) -> bool:
         return not (row.get("b") == "x" and row.get("a", 0) > 2)
 

@@ -116,7 +116,7 @@ def test_ids_of_a_later_turn_reach_back_to_the_prompt_before() -> None:
     assert torch.equal(press.passes[1][1], sequence[:, 12:])
 
 
-def test_tokens_read_elsewhere_are_not_taken_for_known() -> None:
+def test_tokens_read_elsewhere_count_as_unknown() -> None:
     model, press = tiny_model("llama"), RecordingPrompts()
     cache = DynamicCache(config=model.config)
     new = tokens(2, 5, seed=3)
@@ -197,7 +197,7 @@ def test_codecs_encode_after_the_whole_pass() -> None:
 
 @pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_reading_behind_a_cache_sees_what_reading_on_would_see(family: str, padded: bool) -> None:
+def test_reading_behind_a_cache_equals_reading_on(family: str, padded: bool) -> None:
     model = model_of(family)
     ids, mask = padded_batch([30, 19]) if padded else (tokens(2, 30), None)
     new = tokens(2, 6, seed=4)
@@ -232,7 +232,7 @@ def test_reading_behind_a_cache_sees_what_reading_on_would_see(family: str, padd
         torch.testing.assert_close(seen[layer], queries, atol=1e-5, rtol=1e-5)
 
 
-def test_what_fills_up_a_row_on_the_right_changes_nothing_before_it() -> None:
+def test_padding_on_the_right_changes_nothing_before_it() -> None:
     model, new = tiny_model("llama"), tokens(2, 6, seed=4)
     seen: list[Tensor] = []
 

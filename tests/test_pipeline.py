@@ -93,7 +93,7 @@ SHIPPED = {
 }
 
 
-def test_answers_are_greedy_whatever_the_file_of_the_model_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_are_greedy_with_any_file_of_settings_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     request = {**ASKED, "max_new_tokens": 8}
     expected = pipe()(CONTEXTS[0], **request)
     first = pipe().tokenizer.encode(expected["answer"], add_special_tokens=False)[:1]
@@ -242,7 +242,7 @@ def test_every_context_has_its_own_questions(spec: str) -> None:
     assert len({answer for answered in together for answer in answered["answers"]}) == 3
 
 
-def test_a_filled_cache_is_asked_without_a_context() -> None:
+def test_a_filled_cache_answers_without_a_context() -> None:
     cache = DynamicCache(config=pipe().model.config)
     pipe()(CONTEXTS[0], cache=cache, max_new_tokens=1, press=kvpress.KIVIPress(4))
     seen = cache.get_seq_length()
@@ -308,7 +308,7 @@ def test_a_press_finds_roles_by_the_tokenizer_of_the_pipeline() -> None:
         ("a", {"questions": ["b", "c"], "streamer": object()}, ValueError, "got 1 for 2 questions"),
     ],
 )
-def test_what_does_not_fit_is_refused(context: Any, options: Any, error: type[Exception] | None, message: str) -> None:
+def test_invalid_arguments_are_refused(context: Any, options: Any, error: type[Exception] | None, message: str) -> None:
     if error is None:
         assert "answer" in chat()(context, max_new_tokens=1, **options)
         return

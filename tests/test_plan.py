@@ -75,7 +75,7 @@ SPECS = [
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_the_plan_is_what_a_prefill_measures(spec: str) -> None:
+def test_the_plan_equals_the_measured_bytes(spec: str) -> None:
     model, press = reference(), kvpress.get_press(spec)
     cache_ = DynamicCache(config=model.config)
     with press(model):
@@ -166,7 +166,7 @@ def test_the_plan_holds_after_generation(name: str, evicting: str, files: dict[s
      "kvzip:0.5,repeat_prompt= + sparq:budget=32",
      "tidal_decode:budget=32,skip_layers=0 + kivi:bits=4,group_size=16,residual_length=16"],
 )  # fmt: skip
-def test_what_generated_tokens_add_is_planned(spec: str) -> None:
+def test_generated_tokens_are_planned(spec: str) -> None:
     press = kvpress.get_press(spec)
     walked, reported = measured(press, 400, 50)
     assert reported == walked
@@ -181,7 +181,7 @@ TILED = (
 
 
 @pytest.mark.parametrize("codec", TILED)
-def test_what_a_pair_less_holds_more_is_said(codec: str) -> None:
+def test_one_pair_less_may_hold_more_bytes(codec: str) -> None:
     """447 pairs leave a tail of up to 31 dense pairs where 448 are whole tiles; the tail costs that much or more."""
     model = Geometry.of(reference().config)
     for tiles in (192, 448, 896):
@@ -193,7 +193,7 @@ def test_what_a_pair_less_holds_more_is_said(codec: str) -> None:
         assert more.total_bytes - more.tail_bytes <= 1.02 * (tiled.total_bytes - tiled.tail_bytes)
 
 
-def test_a_plan_says_what_a_tail_costs() -> None:
+def test_a_plan_prints_the_cost_of_a_tail() -> None:
     """The cost is the bytes of 447 pairs beyond 447/448 of the bytes of 448, and is printed where it is large."""
     spec = "keydiff:budget={} + kivi:bits=3,residual_length=0"
     arguments = ["plan", "--model", "reference", "--context", "1024"]
@@ -319,7 +319,7 @@ def test_the_longest_context_fits_and_a_longer_one_does_not(spec: str, batch: in
     assert longest_context(press, model, 0, batch) == 0
 
 
-def test_a_plan_says_what_files_hold(tmp_path: Path) -> None:
+def test_a_plan_prints_the_presses_of_files(tmp_path: Path) -> None:
     (tmp_path / "press.yaml").write_text("press: knorm:0.5 + kivi:bits=4\n")
     (tmp_path / "inner.yaml").write_text("press: snapkv:0.5\n")
     arguments = ["--press", f"@{tmp_path}/press.yaml", "--press", f"adakv(@{tmp_path}/inner.yaml)"]
@@ -329,7 +329,7 @@ def test_a_plan_says_what_files_hold(tmp_path: Path) -> None:
     assert ".yaml" not in shown
 
 
-def test_what_ever_fits_has_no_longest_context() -> None:
+def test_a_cache_of_constant_size_has_no_longest_context() -> None:
     model = Geometry.of(reference().config)
     assert longest_context(kvpress.get_press("bounded(knorm:budget=100)"), model, 10_000_000) == LONGEST
 
@@ -344,7 +344,7 @@ def test_what_ever_fits_has_no_longest_context() -> None:
         ("much", "memory must be a size such as 4GB"),
     ],
 )
-def test_plan_says_what_fits_a_memory(memory: str, printed: str) -> None:
+def test_plan_prints_the_longest_context_of_a_memory(memory: str, printed: str) -> None:
     arguments = ["plan", "--model", "reference", "--memory", memory, "--press", "none", "--press", "snapkv:0.5"]
     arguments += ["--context", "131072"]
     assert printed in runner.invoke(app, arguments).output

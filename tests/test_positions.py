@@ -147,7 +147,7 @@ def test_the_pipeline_refuses_with_the_numbers() -> None:
         )
 
 
-def test_a_later_turn_counts_what_the_cache_has_read() -> None:
+def test_a_later_turn_counts_the_tokens_of_the_cache() -> None:
     model, tokenizer = reference()
     pipe = kvpress.KVPressTextGenerationPipeline(model=model, tokenizer=tokenizer)
     cache = new_cache(model)

@@ -45,7 +45,7 @@ def passes() -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
 @pytest.mark.parametrize("spec", PRESSES)
-def test_what_was_read_is_not_read_again(spec: str, padded: bool, tmp_path: Path, passes: list[int]) -> None:
+def test_a_stored_prefix_is_not_read_again(spec: str, padded: bool, tmp_path: Path, passes: list[int]) -> None:
     model, press = tiny_model("llama"), kvpress.get_press(spec)
     ids, mask = padded_batch([60, 37]) if padded else (tokens(2, 60), None)
     first = kvpress.PrefixStore(tmp_path).read(model, press, ids, mask)
@@ -57,7 +57,7 @@ def test_what_was_read_is_not_read_again(spec: str, padded: bool, tmp_path: Path
         assert torch.equal(logits(model, press, again), logits(model, press, expected))
 
 
-def test_only_what_keeps_every_pair_takes_a_shorter_prefix(tmp_path: Path, passes: list[int]) -> None:
+def test_only_a_press_that_keeps_every_pair_takes_a_shorter_prefix(tmp_path: Path, passes: list[int]) -> None:
     model, ids = tiny_model("llama"), tokens(1, 60)
     store = kvpress.PrefixStore(tmp_path)
     plain, knorm = (kvpress.get_press(spec) for spec in ("none", "knorm:0.5"))
@@ -83,7 +83,7 @@ def test_only_what_keeps_every_pair_takes_a_shorter_prefix(tmp_path: Path, passe
     assert positions(talk) == positions(expected)
 
 
-def test_other_models_presses_and_paddings_are_told_apart(tmp_path: Path) -> None:
+def test_other_models_presses_and_paddings_are_distinguished(tmp_path: Path) -> None:
     store, ids = kvpress.PrefixStore(tmp_path), tokens(1, 30)
     model, press = tiny_model("llama"), kvpress.get_press("knorm:0.5")
     store.read(model, press, ids)
@@ -98,7 +98,7 @@ def test_other_models_presses_and_paddings_are_told_apart(tmp_path: Path) -> Non
     assert (store.hits, store.misses) == (1, 6)
 
 
-def test_what_a_press_reads_from_files_is_told_apart_by_its_content(tmp_path: Path) -> None:
+def test_files_of_a_press_are_distinguished_by_content(tmp_path: Path) -> None:
     first = prefix_store._files_in({"calibration": __file__, "inner": [{"bits": 4}]})
     assert len(first) == 1
     second = tmp_path / "other.json"
@@ -107,7 +107,7 @@ def test_what_a_press_reads_from_files_is_told_apart_by_its_content(tmp_path: Pa
     assert prefix_store._files_in({"calibration": str(tmp_path / "missing.json")}) == []
 
 
-def test_what_was_used_least_recently_goes_first(tmp_path: Path) -> None:
+def test_the_least_recently_used_prefix_is_deleted_first(tmp_path: Path) -> None:
     model, press = tiny_model("llama"), kvpress.get_press("knorm:0.5")
     prompts = [tokens(1, 60, seed) for seed in range(4)]
     store = kvpress.PrefixStore(tmp_path)
@@ -130,7 +130,7 @@ def test_what_was_used_least_recently_goes_first(tmp_path: Path) -> None:
     assert len(tight) == 0
 
 
-def test_what_is_damaged_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_prefix_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, press, ids = tiny_model("llama"), kvpress.get_press("knorm:0.5"), tokens(1, 60)
     store = kvpress.PrefixStore(tmp_path)
     expected = positions(store.read(model, press, ids))

@@ -61,7 +61,7 @@ def test_examples_of_the_pages(page: str, capsys: Any, tmp_path: Path, monkeypat
     assert "bits per value" in capsys.readouterr().out
 
 
-def test_the_table_of_a_real_size_is_what_plan_says() -> None:
+def test_the_table_of_a_real_size_equals_the_plan() -> None:
     config = LlamaConfig(
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
         vocab_size=128256, dtype="bfloat16",

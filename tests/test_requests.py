@@ -317,7 +317,7 @@ def test_the_attention_implementation_is_not_changed_inside_a_block() -> None:
         model(tokens(1, 20))
 
 
-def test_sessions_of_the_same_settings_are_told_apart_by_them() -> None:
+def test_sessions_of_the_same_settings_are_distinguished() -> None:
     model = tiny_model("llama")
     with session(kvpress.KnormPress(0.5), model):
         for press, evict in ((kvpress.KnormPress(0.6), True), (kvpress.KnormPress(0.5), False)):

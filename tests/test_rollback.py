@@ -21,7 +21,7 @@ from tests.states import differences, state_of
 AGAIN_AND_AGAIN = "snapkv"
 
 
-def drawn() -> dict[str, str]:
+def specs_by_name() -> dict[str, str]:
     """Return a spec of every registered method, with settings that make it act within a few tokens.
 
     Scorers are drawn in a schedule that evicts while tokens are generated, and alone where they evict then.
@@ -51,7 +51,7 @@ def drawn() -> dict[str, str]:
     return {name: spec for name, spec in drawn_specs.items() if spec is not None}
 
 
-SPECS = drawn()
+SPECS = specs_by_name()
 ACTING = [
     *(name for name, method in specs.methods().items() if method.place in ("codec", "selector")),
     "none", "snapkv", "bounded", "cam", "prefill_decoding", "decoding tova", "decoding h2o", "h2o", "corrected", "all",
@@ -174,7 +174,7 @@ def test_an_answer_that_is_generated_again_needs_no_copy(name: str) -> None:
         assert not unequal, unequal[:5]
 
 
-def test_what_is_kept_to_take_tokens_back_is_reported_and_let_go() -> None:
+def test_memory_of_savepoints_is_reported_and_freed() -> None:
     talk = Conversation(SPECS["kivi"])
     talk.cache.activate_past_recording()
     talk.steps(batch(talk, 12, seed=1))
@@ -252,7 +252,7 @@ def test_recurrent_layers_say_why_not() -> None:
         assert not any(getattr(layer, "record_past", False) for layer in cache.layers)
 
 
-def test_a_sliding_layer_behind_says_so_before_anything_is_changed() -> None:
+def test_a_sliding_layer_behind_is_refused_before_any_change() -> None:
     model = tiny_model("smollm3")
     config = copy.deepcopy(model.config)
     config.layer_types, config.sliding_window = ["full_attention", "sliding_attention", "full_attention"], 8

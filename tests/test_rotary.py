@@ -83,7 +83,7 @@ def scaled(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", TURNING)
-def test_positions_of_the_caller_are_those_that_keys_are_turned_back_by(kind: str) -> None:
+def test_keys_are_unrotated_by_the_positions_of_the_caller(kind: str) -> None:
     model, ids = tiny_model(kind), tokens(2, 24)
     expected = first_keys(model, ids, torch.arange(24)[None])
     torch.testing.assert_close(first_keys(model, ids, torch.arange(24)[None] + 11), expected, atol=2e-4, rtol=1e-3)

@@ -93,7 +93,7 @@ def read_all(rank: int, report: Callable[[Any], None], parts: Any) -> None:
 
 
 @pytest.mark.parametrize(("processes", "parts"), [(2, None), (3, (50, 13, 34))])
-def test_what_is_kept_is_what_one_process_keeps(processes: int, parts: Any, tmp_path: Path) -> None:
+def test_the_kept_pairs_are_those_of_one_process(processes: int, parts: Any, tmp_path: Path) -> None:
     *others, last = together(read_all, tmp_path, processes, parts)
     assert others == [None] * (processes - 1)
     assert len(last) == len(CASES)

@@ -114,7 +114,7 @@ def test_a_padded_row_decodes_on_schedule_as_if_it_were_alone(spec: str) -> None
         assert torch.equal(together[row, -16:], alone[0, -16:])
 
 
-def test_what_decides_to_keep_everything_delays_no_schedule() -> None:
+def test_a_press_that_keeps_everything_delays_no_schedule() -> None:
     """Turns in which a lazy-layer press finds no lazy layer, beside an eviction every three tokens."""
     model, counts = tiny_model("llama"), []
     for spec in ("", "simlayerkv:n_recent=12,n_initial=2 + "):

@@ -77,7 +77,7 @@ def place(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def test_what_an_operand_alone_holds_is_freed_behind_the_call() -> None:
+def test_tensors_of_an_operand_alone_are_freed_after_the_call() -> None:
     stored = segment("corrected")
     rows = stored.as_rows()
     assert rows is not None
@@ -109,7 +109,7 @@ def test_pairs_that_are_taken_joined_and_moved_are_read(name: str, monkeypatch: 
 
 
 @every_codec
-def test_parts_of_a_format_say_what_it_attends_to(name: str) -> None:
+def test_parts_of_a_format_give_its_attention(name: str) -> None:
     stored, queries = segment(name), torch.randn(4, 3, DIM)
     parts = stored.as_parts(queries, Logits(0.2))
     assert parts is not None
@@ -117,7 +117,7 @@ def test_parts_of_a_format_say_what_it_attends_to(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_parts_are_told_to_kernels_once(name: str) -> None:
+def test_parts_are_passed_to_kernels_once(name: str) -> None:
     stored, queries = segment(name), torch.randn(4, 3, DIM)
     (first,), (second,) = (stored.as_parts(queries, Logits(0.2)) or [] for _ in range(2))
     assert first is second
@@ -147,7 +147,7 @@ def test_an_operand_is_made_once_for_a_call(name: str, monkeypatch: pytest.Monke
     assert len(built) == (0 if name == "uniform" else 2)
 
 
-def test_a_window_keeps_no_copy_of_what_a_prefill_hands_over() -> None:
+def test_a_window_keeps_no_copy_of_the_tensors_of_a_prefill() -> None:
     keys, values = (torch.randn(2, 9, 2, DIM).transpose(1, 2) for _ in range(2))  # as projections lay them out
     window, queries = Window.empty_like(keys, values), torch.randn(4, 3, DIM)
     window.append(keys.contiguous().transpose(1, 2).contiguous().transpose(1, 2), values)
@@ -171,7 +171,7 @@ def test_a_copy_of_a_window_reads_its_own_block() -> None:
     assert not torch.equal(kernels.decode_parts(queries, [window.part([0, 0])], options)[0], before[0])
 
 
-def test_a_format_with_an_attention_of_its_own_is_asked_alone() -> None:
+def test_a_format_with_its_own_attention_has_no_parts() -> None:
     class Twice(DenseSegment):
         def attend(self, queries: Tensor, logits: Logits, hidden: Tensor | None = None) -> Partial:
             out, lse = super().attend(queries, logits, hidden)

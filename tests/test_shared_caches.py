@@ -71,7 +71,7 @@ LOOKS = {
 
 
 @pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
-def test_who_looks_at_a_cache_waits_for_the_pass_of_another_thread(look: Callable[[Any], Any]) -> None:
+def test_readers_of_a_cache_wait_for_the_pass_of_another_thread(look: Callable[[Any], Any]) -> None:
     """Readers see the state after the pass, not a state between two layers."""
     model, press = small_model(), kvpress.get_press(SPECS["knorm"])
     inside, done, cache = threading.Event(), threading.Event(), DynamicCache(config=model.config)
@@ -121,7 +121,7 @@ def test_looking_all_the_time_changes_nothing() -> None:
     assert torch.equal(outputs, expected)
 
 
-def test_a_pass_that_waits_for_who_waits_for_it_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deadlock_of_pass_and_reader_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "PATIENCE", 0.05)
     model, press, cache = small_model(), kvpress.get_press(SPECS["knorm"]), DynamicCache()
     with press(model), ThreadPoolExecutor(1) as pool:

@@ -130,7 +130,7 @@ def test_time_is_split_between_reading_and_presses() -> None:
     assert all(seconds > 0 for seconds in read.press_seconds)
 
 
-def test_what_a_press_does_once_all_layers_are_read_is_its_own_time() -> None:
+def test_time_after_the_last_layer_counts_for_its_press() -> None:
     """Time in an allocator of the whole cache counts for its press."""
     model, (ids, mask) = tiny_model("llama"), padded_batch([64])
 

@@ -124,7 +124,7 @@ def test_data_round_trip_through_yaml(press: kvpress.BasePress) -> None:
     assert yaml.safe_dump(kvpress.press_to_dict(again)) == text
 
 
-def test_data_holds_only_what_differs_from_the_defaults() -> None:
+def test_data_holds_only_settings_that_differ_from_the_defaults() -> None:
     assert kvpress.press_to_dict(SnapKVPress(0.5)) == {"name": "snapkv", "compression_ratio": 0.5}
     assert kvpress.press_to_dict(KIVIPress()) == {"name": "kivi"}
     assert kvpress.to_spec(KIVIPress()) == "kivi"

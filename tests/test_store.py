@@ -194,7 +194,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("turn", [False, True])
-def test_a_row_begins_to_be_encoded_whatever_its_neighbours_hold(turn: bool) -> None:
+def test_a_row_is_encoded_independently_of_other_rows(turn: bool) -> None:
     """Beside a row whose pairs wait for a tile of 32, a row of 5 and then 12 tokens is encoded but for the newest 8."""
     codec, mask = CentredCodec((8, 8), residual=8), torch.ones(2, 32, dtype=torch.bool)
     mask[1, :15] = False

@@ -91,7 +91,7 @@ def test_tokens_that_closed_a_span_are_taken_back(name: str, kept: int) -> None:
 
 @pytest.mark.parametrize("name", PRESSES)
 @pytest.mark.parametrize("read", [0, 4])
-def test_a_file_keeps_what_spans_and_budgets_need(name: str, read: int, tmp_path: Path) -> None:
+def test_a_file_keeps_the_state_of_spans_and_budgets(name: str, read: int, tmp_path: Path) -> None:
     """Saved before a thought, or in the middle of one, and while the cache records."""
     talk = Talk(name)
     talk.cache.activate_past_recording()

@@ -88,7 +88,7 @@ def test_generate_without_a_press(form: str) -> None:
     assert pairs(alone) == {15 + 4 + 7}
 
 
-def test_positions_that_are_given_are_those_of_the_tokens_seen() -> None:
+def test_explicit_positions_count_the_tokens_seen() -> None:
     model = tiny_model("llama")
     cache = prefill(model, kvpress.KnormPress(0.5), tokens(1, 30))
     shifted = copy.deepcopy(cache)
@@ -131,7 +131,7 @@ def test_questions_of_different_lengths_without_a_press() -> None:
 
 
 @pytest.mark.parametrize("name", UNREADABLE)
-def test_what_a_model_alone_cannot_read_is_refused(name: str) -> None:
+def test_caches_that_a_model_alone_cannot_read_are_refused(name: str) -> None:
     spec, why = UNREADABLE[name]
     model = tiny_model("llama")
     cache = prefill(model, kvpress.get_press(spec), tokens(2, 40))

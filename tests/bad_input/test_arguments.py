@@ -97,7 +97,7 @@ def outside(choice: Any) -> list[tuple[Any, type[Exception]]]:
 
 
 @pytest.mark.parametrize("name", [entry.name for entry in kvpress.list_presses()])
-def test_26_whatever_a_field_cannot_be_is_refused_by_its_name(name: str) -> None:
+def test_26_invalid_values_are_refused_with_the_field(name: str) -> None:
     press = kvpress.get_press(find(name).example)
     for field, choices in allowed(type(press)).items():
         for value, error in (case for choice in choices for case in outside(choice)):

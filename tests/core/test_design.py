@@ -19,7 +19,7 @@ def design(queries: int, pairs: int, weighed: bool = False) -> Design:
     return Design(q, k, logits, logits(q, k, weight).logsumexp(dim=-1) + 0.1, weight)
 
 
-def whole(problem: Design) -> torch.Tensor:
+def matrix_of(problem: Design) -> torch.Tensor:
     return problem.shares(slice(None), slice(None)).double()
 
 
@@ -30,7 +30,7 @@ def test_products_and_solutions_are_those_of_the_matrix(
 ) -> None:
     monkeypatch.setattr(attention, "BLOCK_BYTES", blocks)
     problem = design(queries, pairs, weighed=True)
-    matrix = whole(problem)
+    matrix = matrix_of(problem)
     values, outputs = torch.randn(pairs, 3).double(), torch.randn(queries, 3).double()
     assert torch.allclose(problem.apply(values), matrix @ values, atol=1e-5)
     assert torch.allclose(problem.back(outputs), matrix.T @ outputs, atol=1e-5)
@@ -44,14 +44,14 @@ def test_products_and_solutions_are_those_of_the_matrix(
 def test_without_a_ridge_outputs_are_met_as_well_as_they_can(queries: int, pairs: int) -> None:
     problem = design(queries, pairs)
     outputs = torch.randn(queries, 3, generator=torch.Generator().manual_seed(1)).double()
-    best = torch.linalg.lstsq(whole(problem), outputs, driver="gelsd").solution
-    missed = [float((whole(problem) @ x - outputs).norm()) for x in (problem.solve(outputs, 0.0), best)]
+    best = torch.linalg.lstsq(matrix_of(problem), outputs, driver="gelsd").solution
+    missed = [float((matrix_of(problem) @ x - outputs).norm()) for x in (problem.solve(outputs, 0.0), best)]
     assert missed[0] <= missed[1] + 0.01 * float(outputs.norm())
 
 
 def test_the_norm_is_about_the_largest_singular_value() -> None:
     problem = design(60, 30)
-    largest = float(torch.linalg.matrix_norm(whole(problem), 2))
+    largest = float(torch.linalg.matrix_norm(matrix_of(problem), 2))
     assert 0.9 * largest < problem.norm() <= largest
     assert problem.norm(rounds=40) == pytest.approx(largest, rel=1e-3)
 

@@ -62,7 +62,7 @@ def test_a_pattern_of_everything_is_full_attention(family: str, padded: bool, ch
 
 
 @pytest.mark.parametrize("recent", [1, 2, 3])
-def test_what_is_left_out_is_not_seen(recent: int) -> None:
+def test_other_tiles_are_not_seen(recent: int) -> None:
     model, ids = tiny_model("llama"), tokens(2, 45)
     tile = torch.arange(45) // BLOCK
     seen = (tile == 0) | (tile > tile[:, None] - recent)
@@ -79,7 +79,7 @@ def test_a_padded_row_is_read_as_that_row_alone() -> None:
     torch.testing.assert_close(read(model, Patterned(2), ids, mask)[1:], alone, atol=1e-4, rtol=1e-4)
 
 
-def test_a_later_turn_reads_what_is_sealed_and_its_own_tiles() -> None:
+def test_a_later_turn_reads_sealed_pairs_and_its_own_tiles() -> None:
     model, ids = tiny_model("llama"), tokens(2, 85)
     cache, sealing = DynamicCache(config=model.config), kvpress.QuestPress(budget=4096, page_size=4, skip_layers=0)
     with (sealing + Patterned(100))(model):
@@ -98,7 +98,7 @@ def test_a_later_turn_reads_what_is_sealed_and_its_own_tiles() -> None:
     torch.testing.assert_close(logits, expected, atol=1e-3, rtol=1e-3)
 
 
-def test_the_operator_reads_what_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_operator_reads_the_listed_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     listed = []
     plain = Tiles.lists
 
@@ -113,7 +113,7 @@ def test_the_operator_reads_what_is_listed(monkeypatch: pytest.MonkeyPatch) -> N
     assert [len(call.tiles) for call in listed] == [heads * (1 + 2 + 8 * 3)] * model.config.num_hidden_layers
 
 
-def test_what_sums_the_attention_is_refused() -> None:
+def test_presses_that_sum_attention_are_refused() -> None:
     with pytest.raises(ValueError, match="AttentionMass cannot watch a prompt that is read by a pattern"):
         (Patterned(2) + kvpress.H2OPress(0.5)).recipe()
 

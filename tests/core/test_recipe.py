@@ -80,7 +80,7 @@ def test_two_wishes_with_different_arguments_are_two_observers(idle: str, spec: 
         ("kvzip:0.5,repeat_prompt= + knorm:0.5", 25),
     ],
 )
-def test_a_ratio_is_of_what_the_presses_before_left(spec: str, pairs: int) -> None:
+def test_a_ratio_applies_to_the_pairs_of_the_presses_before(spec: str, pairs: int) -> None:
     press = kvpress.get_press(spec)
     assert press.recipe().kept(100) == pairs
     counts = [len(head) for heads in kept(spec, prompt=100, steps=0) for head in heads]
@@ -88,7 +88,7 @@ def test_a_ratio_is_of_what_the_presses_before_left(spec: str, pairs: int) -> No
 
 
 @pytest.mark.parametrize("idle", ["simlayerkv:1.0", "simlayerkv:0.4,n_recent=12,n_initial=2"])
-def test_a_press_that_decides_itself_leaves_ratios_what_they_are(idle: str) -> None:
+def test_a_press_that_decides_itself_leaves_later_ratios_unchanged(idle: str) -> None:
     """Each press behind it counts once, and a layer that it did not evict from counts as before."""
     spec = "knorm:0.5 + keydiff:0.5"
     combined, alone = (kept(text, prompt=100, steps=0) for text in (f"{idle} + {spec}", spec))
@@ -104,7 +104,7 @@ def test_a_composition_tells_the_ratio_of_its_parts_together() -> None:
     assert kvpress.get_press("kivi:bits=4 + quest:budget=64").compression_ratio == 0
 
 
-def test_a_generated_target_after_two_evictions_is_what_both_left() -> None:
+def test_a_generated_target_after_two_evictions_counts_both() -> None:
     assert {len(head) for heads in kept("knorm:0.5 + h2o:0.5") for head in heads} == {15}
 
 
@@ -179,7 +179,7 @@ class Newest(kvpress.ScorerPress):
 
 @pytest.mark.parametrize("size", [1, 3, 8])
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_hidden_states_are_held_as_far_as_a_decoding_press_says(size: int, wrapped: bool) -> None:
+def test_hidden_states_are_kept_for_the_interval_of_a_decoding_press(size: int, wrapped: bool) -> None:
     press = Newest()
     press.lengths = []
     inner = kvpress.ChunkKVPress(press, 5) if wrapped else press
@@ -210,7 +210,7 @@ class Renamed(kvpress.KnormPress):
 Renamed.__module__ = "kvpress.presses.renamed"
 
 
-def test_what_a_class_overrides_decides_and_not_where_it_was_written() -> None:
+def test_overrides_decide_and_not_the_module_of_a_class() -> None:
     model, ids = tiny_model("llama"), tokens(1, 40)
     stock = model(ids, use_cache=True).past_key_values
     with Renamed(0.5)(model):
@@ -235,7 +235,7 @@ def test_bare_keys_and_values_are_scored_as_ever() -> None:
 
 @pytest.mark.parametrize("spec", ["adakv(h2o:0.5,interval=3)", "knorm:0.5 + chunkkv(h2o:0.5):chunk_length=4",
                                   "decoding(pyramidkv:window_size=4):compression_interval=4,target_size=16"])  # fmt: skip
-def test_composed_rows_are_what_they_are_alone(spec: str) -> None:
+def test_composed_rows_equal_each_row_alone(spec: str) -> None:
     model, lengths = tiny_model("llama"), [40, 27]
     ids, mask = padded_batch(lengths)
     with kvpress.get_press(spec)(model):

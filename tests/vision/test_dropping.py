@@ -126,7 +126,7 @@ def holds(cache: DynamicCache, kind: str, gone: list[Tensor | None]) -> None:
 
 
 @pytest.mark.parametrize("kind", [*TEXT, *VISION])
-def test_fastv_is_a_full_reading_that_hides_what_the_last_token_looks_at_least(kind: str) -> None:
+def test_fastv_is_a_full_reading_that_hides_tokens_of_least_attention(kind: str) -> None:
     spec = "fastv:0.6,layer=1" + ("" if kind in VISION else f",tokens={SPEC}")
     _, cache, hidden = agree(kind, spec, lambda free: fastv(free, 1, 0.6))
     holds(cache, kind, [None, None, *(hidden.gone[layer] for layer in range(2, len(cache.layers)))])
@@ -134,7 +134,7 @@ def test_fastv_is_a_full_reading_that_hides_what_the_last_token_looks_at_least(k
 
 @pytest.mark.parametrize("kind", ["granite", *VISION])
 @pytest.mark.parametrize("all_below", [0.3, 1.0])
-def test_must_drop_is_a_full_reading_that_hides_what_no_text_looks_at(kind: str, all_below: float) -> None:
+def test_must_drop_is_a_full_reading_that_hides_tokens_unattended_by_text(kind: str, all_below: float) -> None:
     _, inputs, free = inputs_of(kind)
     layers = (0, 1) if kind == "granite" else (0, 2)
     spec = f"must_drop:all_below={all_below},each_below=0.25,layers={layers}".replace(" ", "")
@@ -254,7 +254,7 @@ def test_a_cache_with_images_goes_on_from_a_file_and_as_a_tuple(spec: str, tmp_p
     assert positions(loaded) == positions(cache)
 
 
-def test_beams_copies_and_files_go_on_from_what_is_left(tmp_path: Path) -> None:
+def test_beams_copies_and_files_go_on_from_the_remaining_tokens(tmp_path: Path) -> None:
     model, inputs, _ = inputs_of("llama")
     press = kvpress.get_press(f"fastv:0.5,layer=0,tokens={SPEC}")
     settings = {"max_new_tokens": 6, "do_sample": False}

@@ -23,7 +23,7 @@ from tests.vision.test_reading import ROWS, read
 FRAMES = 6
 
 
-def told(cache: DynamicCache) -> SpanTracker:
+def tracker_of(cache: DynamicCache) -> SpanTracker:
     """Return the cells that the first layer records for its tokens."""
     tracker: SpanTracker = next(layer.store for layer in cache.layers if hasattr(layer, "store")).observers[SPANS]
     return tracker
@@ -63,14 +63,14 @@ def test_a_video_s_tokens_have_the_frame_row_and_column_of_its_grid(kind: str) -
     grids = [(3, 2, 4), (2, 3, 1)]
     inputs = of_video(kind, ROWS, grids)
     cache = read(tiny_vlm(kind), "vision(knorm:0.5)", inputs)
-    assert told(cache).cells.tolist() == cells_by_hand(inputs["input_ids"], grids, VIDEO)
+    assert tracker_of(cache).cells.tolist() == cells_by_hand(inputs["input_ids"], grids, VIDEO)
 
 
 @pytest.mark.parametrize(("kind", "side"), [("llava", 4), ("gemma3", 2), ("qwen2_vl", 2)])
 def test_an_image_has_the_grid_of_the_call_or_of_the_configuration(kind: str, side: int) -> None:
     inputs = image_batch(kind, ROWS)
     cache = read(tiny_vlm(kind), "vision(knorm:0.5)", inputs)
-    assert told(cache).cells.tolist() == cells_by_hand(inputs["input_ids"], [(1, side, side)] * 2, IMAGE)
+    assert tracker_of(cache).cells.tolist() == cells_by_hand(inputs["input_ids"], [(1, side, side)] * 2, IMAGE)
 
 
 def test_adjacent_images_are_two_and_grids_go_by_row_and_kind() -> None:
@@ -90,7 +90,7 @@ def test_adjacent_images_are_two_and_grids_go_by_row_and_kind() -> None:
     [[], [Grid(1, 2, 2)], [Grid(1, 2, 4), Grid(1, 0, 2)], [Grid(1, 1, 3), Grid(1, 1, 5)]],
     ids=["none", "too few", "empty", "across rows"],
 )
-def test_of_grids_that_do_not_agree_with_the_tokens_nothing_is_told(grids: list[Grid]) -> None:
+def test_grids_that_do_not_agree_with_the_tokens_are_ignored(grids: list[Grid]) -> None:
     assert (lay_out(torch.tensor([[9, 9, 9, 9], [9, 9, 9, 9]]), {9: grids}, 0) == -1).all()
 
 
@@ -99,30 +99,30 @@ def test_cells_follow_tokens_that_come_go_and_are_copied(tmp_path: Path) -> None
     cache, length = DynamicCache(config=model.config), first["input_ids"].shape[1]
     with kvpress.get_press("vision(knorm:0.0)")(model), torch.no_grad():
         model(**first, past_key_values=cache)
-        before = told(cache).cells.clone()
+        before = tracker_of(cache).cells.clone()
         new, mask = second.pop("input_ids"), second.pop("attention_mask")
         grown = torch.cat([first["attention_mask"], torch.ones_like(mask)], dim=1)
         model(new, attention_mask=grown, past_key_values=cache, **second)
-    cells = told(cache).cells
+    cells = tracker_of(cache).cells
     assert torch.equal(cells[:, :length], before)
     assert cells[0, length:, 0].tolist() == [-1, *[length + 1] * 16, -1, -1]
     assert cells[0, length + 6].tolist() == [length + 1, 0, 1, 1]
-    twin = copy.deepcopy(told(cache))
+    twin = copy.deepcopy(tracker_of(cache))
     twin.crop(new.shape[1] + 4)
     assert torch.equal(twin.cells, before[:, :-4])
     twin.select_rows(torch.tensor([1, 1, 0]))
     assert torch.equal(twin.cells, before[[1, 1, 0], :-4])
     kvpress.save(cache, tmp_path / "cache", model)
-    assert torch.equal(told(kvpress.load(tmp_path / "cache", model)).cells, cells)
+    assert torch.equal(tracker_of(kvpress.load(tmp_path / "cache", model)).cells, cells)
 
 
 @pytest.mark.parametrize("settings", [{}, {"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}])
 def test_generate_which_reads_pictures_ahead_tells_the_same(settings: dict[str, Any]) -> None:
     model, inputs = tiny_vlm("qwen2_5_vl"), of_video("qwen2_5_vl", ROWS, [(3, 2, 4), (2, 3, 1)])
-    expected = told(read(model, "vision(knorm:0.5)", inputs)).cells.repeat_interleave(2 if settings else 1, dim=0)
+    expected = tracker_of(read(model, "vision(knorm:0.5)", inputs)).cells.repeat_interleave(2 if settings else 1, dim=0)
     settings = {**settings, "suppress_tokens": [IMAGE, VIDEO], "return_dict_in_generate": True}
     with kvpress.get_press("vision(knorm:0.5)")(model):
-        cells = told(model.generate(**inputs, max_new_tokens=3, **settings).past_key_values).cells
+        cells = tracker_of(model.generate(**inputs, max_new_tokens=3, **settings).past_key_values).cells
     length = expected.shape[1]
     assert torch.equal(cells[:, :length], expected)
     assert (cells[:, length:] == -1).all()
@@ -158,7 +158,7 @@ def test_chunks_are_whole_frames_and_windows_stay_in_one(kind: str) -> None:
                 assert weighs[~video].tolist() == [1] * int(text)
 
 
-def test_where_no_grid_is_known_tokens_are_counted_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_grid_tokens_are_counted_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = tiny_vlm("llava"), image_batch("llava", ROWS)
     settings = "dense=0.5,chunk=4,pool=2,window_size=4"
     with warnings.catch_warnings():

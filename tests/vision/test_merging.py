@@ -150,7 +150,7 @@ def test_merged_tokens_are_a_full_reading_with_their_mean_in_one_place(kind: str
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_later_layers_drop_from_what_was_merged(kind: str) -> None:
+def test_later_layers_drop_from_merged_tokens(kind: str) -> None:
     merging = Merging(kind, 2)
     seen = {"llava": IMAGE}.get(kind, VIDEO)
     free, real = merging.inputs["input_ids"] == seen, merging.inputs["attention_mask"].bool()

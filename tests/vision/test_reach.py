@@ -27,7 +27,7 @@ def visible(labels: list[list[int]], columns: int, reach: int) -> Tensor:
         pads, count = columns - len(chunk_of), len(chunk_of)
         blocks = [range(at, min(count, at + BLOCK)) for at in range(0, count, BLOCK)]
 
-        def whole(queries: range, keys: range, chunk_of: list[int] = chunk_of) -> bool:
+        def reads_all(queries: range, keys: range, chunk_of: list[int] = chunk_of) -> bool:
             return any(
                 chunk_of[q] < 0 or (chunk_of[k] >= 0 and chunk_of[q] - chunk_of[k] < reach)
                 for q in queries
@@ -37,7 +37,7 @@ def visible(labels: list[list[int]], columns: int, reach: int) -> Tensor:
         for q in range(count):
             for k in range(q + 1):
                 queries, keys = blocks[q // BLOCK], blocks[k // BLOCK]
-                mask[row, pads + q, pads + k] = chunk_of[k] < 0 or queries == keys or whole(queries, keys)
+                mask[row, pads + q, pads + k] = chunk_of[k] < 0 or queries == keys or reads_all(queries, keys)
     return mask
 
 

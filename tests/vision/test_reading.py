@@ -88,7 +88,7 @@ def images(inputs: dict[str, Any], row: int) -> set[int]:
 
 
 @pytest.mark.parametrize(("kind", "video"), [("llava", False), ("qwen2_5_vl", True), ("qwen3_vl", True)])
-def test_of_images_stays_the_share_that_is_asked_for_and_text_stays_whole(kind: str, video: bool) -> None:
+def test_images_keep_the_requested_share_and_text_stays_whole(kind: str, video: bool) -> None:
     model, inputs = tiny_vlm(kind), image_batch(kind, ROWS, video=video)
     cache = read(model, "vision(keydiff:0.75)", inputs)
     for layer in positions(cache):
@@ -151,7 +151,7 @@ def test_an_image_of_a_later_turn_is_read_as_the_model_does(spec: str, error: fl
     torch.testing.assert_close(logits[1], logits[0], atol=error, rtol=0)
 
 
-def test_a_press_that_finds_no_image_says_so() -> None:
+def test_a_press_without_an_image_warns() -> None:
     model = tiny_vlm("qwen2_vl")
     ids, mask = padded_batch([20, 12])
     inputs = {"input_ids": ids % IMAGE, "attention_mask": mask}
@@ -169,7 +169,7 @@ def test_models_without_such_tokens_are_refused(kind: str, model: Any) -> None:
         pass
 
 
-def test_what_cannot_be_read_is_refused_with_the_reason() -> None:
+def test_unsupported_inputs_are_refused_with_the_reason() -> None:
     model, inputs = tiny_vlm("llava"), image_batch("llava", ROWS)
     with (
         kvpress.get_press("bounded(knorm:0.5):chunk=8")(model),
@@ -185,7 +185,7 @@ def test_what_cannot_be_read_is_refused_with_the_reason() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_plan_knows_the_language_part_s_cache_and_all_weights(kind: str) -> None:
+def test_the_plan_covers_the_language_part_s_cache_and_all_weights(kind: str) -> None:
     model, inputs = tiny_vlm(kind), image_batch(kind, ROWS)
     rows, context = inputs["input_ids"].shape
     planned = plan(kvpress.get_press("none"), Geometry.of(model.config), context, rows)

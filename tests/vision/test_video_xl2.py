@@ -41,7 +41,7 @@ def test_equal_pairs_that_are_pooled_are_read_as_before() -> None:
     assert runs[1][1] < runs[2][1] < runs[0][1]
 
 
-def asked_and_stored(model: Any, ids: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+def attention_inputs(model: Any, ids: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Return queries, keys and values of every layer, as the model's attention gets them."""
     calls = []
 
@@ -87,13 +87,13 @@ def pooled_plainly(
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize(("dense", "chunk", "pool"), [(0.0, 5, 2), (0.5, 4, 3), (0.75, 3, 3)])
-def test_what_stays_is_what_plain_pooling_leaves(family: str, dense: float, chunk: int, pool: int) -> None:
+def test_the_kept_pairs_equal_plain_pooling(family: str, dense: float, chunk: int, pool: int) -> None:
     model, ids, spans = tiny_model(family), tokens(2, 40), [(2, 19), (23, 31)]
     cache = DynamicCache(config=model.config)
     press = kvpress.get_press(f"video_xl2:dense={dense},chunk={chunk},pool={pool},window_size=5,tokens=2:19 23:31")
     with press(model), torch.no_grad():
         model(ids, past_key_values=cache)
-    for layer, (queries, keys, values) in zip(cache.layers, asked_and_stored(model, ids), strict=True):
+    for layer, (queries, keys, values) in zip(cache.layers, attention_inputs(model, ids), strict=True):
         part, groups = layer.store.dense, queries.shape[1] // keys.shape[1]
         for stream in range(4):
             row, head = divmod(stream, 2)
@@ -122,7 +122,7 @@ def test_all_chunks_and_windows_of_one_change_nothing(setting: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
-def test_of_a_video_stay_as_many_pairs_and_bytes_as_the_formula_says(kind: str) -> None:
+def test_pairs_and_bytes_of_a_video_follow_the_formula(kind: str) -> None:
     model, inputs = tiny_vlm(kind), image_batch(kind, ROWS, video=True)
     cache = read(model, "video_xl2:dense=0.5,chunk=4,pool=3,window_size=4", inputs)
     for layer in positions(cache):
