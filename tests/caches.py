@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches that are filled under a press, one spec for every kind of storage, and what such a cache holds."""
+"""Caches that are filled under a press, with one spec for every storage format, and their contents."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ STORAGES = {
 
 
 def generate(model: Any, ids: Tensor, mask: Tensor | None = None, **settings: Any) -> Any:
-    """Generate eight tokens greedily, or as the settings say; returns sequences and cache."""
+    """Generate eight tokens greedily, unless the settings differ; return sequences and cache."""
     settings = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, **settings}
     return model.generate(ids, attention_mask=mask, **settings)
 
 
 def prefill(model: Any, press: Any, ids: Tensor, mask: Tensor | None = None) -> DynamicCache:
-    """Read a prompt `[B, T]` under a press; returns the cache that it left."""
+    """Read a prompt `[B, T]` under a press; return its cache."""
     cache = DynamicCache(config=model.config)
     with press(model):
         model(ids, attention_mask=mask, **with_cache(cache))
@@ -39,21 +39,22 @@ def prefill(model: Any, press: Any, ids: Tensor, mask: Tensor | None = None) -> 
 
 
 def positions(cache: Any) -> list[list[list[list[int]]]]:
-    """Positions of the kept pairs, ascending, by layer, row and kv head."""
+    """Return positions of the kept pairs, ascending, by layer, row and KV head."""
     return [[[head.tolist() for head in row] for row in layer] for layer in kvpress.kept_positions(cache)]
 
 
 def pairs(cache: Any) -> set[int]:
-    """The different numbers of pairs that heads of compressed layers hold."""
+    """Return the distinct numbers of pairs that heads of compressed layers hold."""
     return {n for layer in cache.layers if hasattr(layer, "store") for n in layer.store.stored()}
 
 
 def reachable(root: Any, skip: tuple[type, ...] | type = ()) -> list[Tensor]:
-    """Every tensor that an object keeps alive, by attributes and containers of any name; types of `skip` hold none.
+    """Return every tensor that an object keeps alive, through attributes and containers of any name.
 
-    Neither do operands: those that segments keep name what these hold, and constants of the process.
+    Objects of the types in `skip` count as empty. So do the operands of segments, which refer to tensors of the
+    segments and to constants of the process.
     """
-    found, seen, stack = [], set(), [root]
+    tensors, seen, stack = [], set(), [root]
     leaves = (type, torch.dtype, torch.device, str, int, float, kernels.Rows, skip)
     while stack:
         item = stack.pop()
@@ -61,7 +62,7 @@ def reachable(root: Any, skip: tuple[type, ...] | type = ()) -> list[Tensor]:
             continue
         seen.add(id(item))
         if isinstance(item, Tensor):
-            found.append(item)
+            tensors.append(item)
         elif isinstance(item, dict):
             stack += item.values()
         elif isinstance(item, (list, tuple, set, frozenset)):
@@ -69,4 +70,4 @@ def reachable(root: Any, skip: tuple[type, ...] | type = ()) -> list[Tensor]:
         else:
             stack += getattr(item, "__dict__", {}).values()
             stack += [getattr(item, name) for name in getattr(type(item), "__slots__", ()) if hasattr(item, name)]
-    return found
+    return tensors

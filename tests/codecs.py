@@ -14,7 +14,7 @@ CODECS: dict[str, tuple[Codec, float]] = {
     "dense": (DenseCodec(4, 3), STEP),
     "uniform": (UniformCodec(8, 8, (4, 1), (1, 4), 4, 3), STEP),
     "sinks": (UniformCodec(8, 8, (4, 1), (1, 4), 4, 3, sinks=2), STEP),
-    # Values in [1, 2) over the square root of their channel's largest lie within [0.7, 2).
+    # Values in [1, 2), divided by the square root of the largest of their channel, lie within [0.7, 2).
     "mixed": (ZipCacheCodec((8, 8), (8, 8), 0.5, 4, 3), 2 * STEP),
     # A correction of full rank leaves no error.
     "corrected": (GEARCodec(8, 8, None, 4, 4, 0.0, 3, 4, 3), STEP),

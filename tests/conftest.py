@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every test runs on one thread, with fixed seeds and without gradients."""
+"""Fixtures that run every test on one thread, with fixed seeds and without gradients."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ settings.load_profile("fixed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put slow tests first: one that starts last would keep a single worker busy at the end."""
+    """Run slow tests first: a slow test that starts last would keep a single worker busy at the end."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 def pytest_collection_finish() -> None:
-    """What is imported stays, so the collector passes over it and comes less often: 7% of the suite's time."""
+    """Freeze imported objects, which stay, so that the collector skips them: this saves 7% of the time of the suite."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
@@ -35,7 +35,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(autouse=True)
 def _common_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows have pairs in common however few these are, so that what is tested on short prompts is what long ones do."""
+    """Share prefixes of any length, so that tests with short prompts run the code of long prompts."""
     monkeypatch.setattr(common, "LEAST", 1)
 
 
@@ -49,7 +49,7 @@ def _quiet_and_seeded() -> Iterator[None]:
 
 @pytest.fixture
 def busy() -> Iterator[None]:
-    """Let threads take turns fifty times as often as the interpreter does by itself."""
+    """Switch threads fifty times as often as the interpreter does by default."""
     before, threads = sys.getswitchinterval(), torch.get_num_threads()
     sys.setswitchinterval(1e-4)
     torch.set_num_threads(1)

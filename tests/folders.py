@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders for what all tests of a process share; they go with the process."""
+"""Folders that all tests of a process share; they are removed when the process ends."""
 
 from __future__ import annotations
 

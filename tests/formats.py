@@ -55,7 +55,7 @@ def sealing(name: str, seen: int = 256, pads: list[int] | None = None) -> Sealin
 
 
 def segment(name: str, lengths: list[int] | None = None, seed: int = 0) -> Segment:
-    """Pairs of two rows and two heads in a format, with slots and a side array."""
+    """Return a segment of a format: pairs of two rows and two heads, with slots and a side array."""
     layout = Layout(lengths or LENGTHS)
     generator = torch.Generator().manual_seed(seed)
     keys, values = torch.randn(2, layout.total, DIM, generator=generator)
@@ -63,21 +63,21 @@ def segment(name: str, lengths: list[int] | None = None, seed: int = 0) -> Segme
     dense.side = {name: torch.rand(layout.total, generator=generator) for name in ("saliency", "probes", "mass")}
     if name == "nested":
         second = torch.rand(layout.total, generator=generator) < 0.5
-        made = []
+        halves = []
         for inner, mine in (("mixed", ~second), ("uniform", second)):
             rows = mine.nonzero().flatten()
             counts = torch.bincount(layout.streams_of(rows), minlength=4).tolist()
-            made.append(CODECS[inner].encode(dense.take(rows, Layout(counts)), sealing(inner)))
-        found: Segment = MixedSegment(made[0], made[1], Flags.of(second), layout)
+            halves.append(CODECS[inner].encode(dense.take(rows, Layout(counts)), sealing(inner)))
+        built: Segment = MixedSegment(halves[0], halves[1], Flags.of(second), layout)
     else:
-        found = CODECS[name.removesuffix(" and rotated")].encode(dense, sealing(name, pads=[3, 0]))
-    found.describe(dense, without=("saliency", "probes"))
+        built = CODECS[name.removesuffix(" and rotated")].encode(dense, sealing(name, pads=[3, 0]))
+    built.describe(dense, without=("saliency", "probes"))
     if name == "in a file":
-        found.put(FileTier())
-    return found
+        built.put(FileTier())
+    return built
 
 
-def logit_pairs(found: Segment, queries: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Logits without weights of the pairs of a stream, as they decode, and their values."""
-    keys, values = found.read(found.layout.rows(n))
+def logit_pairs(built: Segment, queries: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """Return logits without log-weights of the decoded pairs of a stream, and their values."""
+    keys, values = built.read(built.layout.rows(n))
     return Logits(0.2, 5.0)(queries[n], keys), values

@@ -33,7 +33,7 @@ TURN = 12
 
 
 def specs() -> list[str]:
-    """Return every spec of the registry, each once."""
+    """Return every spec of the registry once."""
     entries = kvpress.list_presses()
     return sorted({spec for entry in entries for spec in (entry.example, *entry.cases)} | set(COMPOSITIONS))
 
@@ -44,7 +44,7 @@ COMPOSITIONS = (
     "refit(kvzip:0.5) + kivi:bits=4,residual_length=0,group_size=32",
     "prefill_decoding(knorm:0.5; decoding(knorm):target_size=24,compression_interval=4) + turboquant:bits=4",
 )
-"""Compositions that meet parts of the code which single presses do not."""
+"""Compositions that reach code which single presses do not."""
 
 
 def models() -> dict[str, Any]:

@@ -70,11 +70,11 @@ class Tally:
     bindings: int = 0
     hits: Counter[str] = field(default_factory=Counter)
 
-    def add(self, other: Tally) -> None:
-        self.words += other.words
-        self.passages += other.passages
-        self.bindings += other.bindings
-        self.hits.update(other.hits)
+    def add(self, addend: Tally) -> None:
+        self.words += addend.words
+        self.passages += addend.passages
+        self.bindings += addend.bindings
+        self.hits.update(addend.hits)
 
     def rates(self) -> dict[str, float]:
         """Return each measure in 1000 of its unit."""

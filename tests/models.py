@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny random models of the families that are tested, what a press may touch on them, and batches for them."""
+"""Tiny random models of the tested families, all state that a press may change on them, and batches for them."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 @cache
-def tiny_model(family: str, implementation: str = "sdpa", seed: int = 0, **other: Any) -> Any:
-    """A random model of a family, float32, in evaluation mode; `other` settings of its configuration."""
-    settings = {**COMMON, **FAMILIES[family], **other}
+def tiny_model(family: str, implementation: str = "sdpa", seed: int = 0, **overrides: Any) -> Any:
+    """Return a random float32 model of a family in evaluation mode; `overrides` are settings of its configuration."""
+    settings = {**COMMON, **FAMILIES[family], **overrides}
     config = CONFIG_MAPPING[family](**settings)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=torch.float32)
@@ -77,13 +77,13 @@ def tiny_model(family: str, implementation: str = "sdpa", seed: int = 0, **other
 
 
 def full_layers(model: Any) -> list[int]:
-    """Indexes of the layers that attend to all tokens."""
+    """Return indexes of the layers that attend to all tokens."""
     kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * model.config.num_hidden_layers
     return [i for i, kind in enumerate(kinds) if kind == "full_attention"]
 
 
 def fingerprint(model: Any) -> Any:
-    """Everything that a press may touch on a model: attention names, hooks and attributes of every module."""
+    """Return all state that a press may change on a model: attention names, hooks and attributes of every module."""
     configs = {id(m.config): m.config._attn_implementation for m in model.modules() if hasattr(m, "config")}
     modules = {
         name: (set(m.__dict__), len(m._forward_pre_hooks), len(m._forward_hooks)) for name, m in model.named_modules()
@@ -92,12 +92,12 @@ def fingerprint(model: Any) -> Any:
 
 
 def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
-    """Random ids without special tokens."""
+    """Return random ids without special tokens."""
     return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
 def padded_batch(lengths: list[int], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of the given lengths, padded on the left: `(input_ids, attention_mask)`."""
+    """Return rows of the given lengths, padded on the left: `(input_ids, attention_mask)`."""
     longest = max(lengths)
     ids = torch.zeros(len(lengths), longest, dtype=torch.long)
     mask = torch.zeros_like(ids)
@@ -108,18 +108,18 @@ def padded_batch(lengths: list[int], seed: int = 0) -> tuple[torch.Tensor, torch
 
 
 def position_ids(mask: torch.Tensor | None, newest: int = 0) -> torch.Tensor | None:
-    """Positions `[B, T]` of a batch that is padded on the left, of its `newest` columns (0: all); None without a mask."""
+    """Return positions `[B, T]` of the `newest` columns (0: all) of a batch padded on the left; None without a mask."""
     return None if mask is None else (mask.cumsum(1) - 1).clamp_min(0)[:, -newest:]
 
 
 def grow(mask: torch.Tensor | None, count: int) -> torch.Tensor | None:
-    """The mask once every row has `count` more tokens; None without a mask."""
+    """Return the mask once every row has `count` more tokens; None without a mask."""
     return None if mask is None else torch.cat([mask, mask.new_ones(len(mask), count)], dim=1)
 
 
 @contextmanager
 def noise(seed: int) -> Iterator[None]:
-    """Change what is embedded by as much as rounding does: now and then, that turns a code into its neighbour."""
+    """Change embeddings by about a rounding error, which now and then turns a code into its neighbour."""
     signs = torch.Generator().manual_seed(seed)
 
     def change(module: Any, args: Any, output: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mask oracle: full caches, with the evicted pairs hidden by an explicit mask and the weights of others added to it."""
+"""Oracle of eviction: full caches in which an explicit mask hides evicted pairs and adds log-weights to the others."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ NAME = "test_oracle"
 
 
 class Oracle:
-    """Decodes with all pairs stored but only `kept[layer][row][head]` of the first `known` columns visible.
+    """Decodes with all pairs stored, of the first `num_prompt` columns only `kept[layer][row][head]` visible.
 
-    `weights[layer]`, `[B, H, known]`, are added to their logits.
+    `weights[layer]` `[B, H, num_prompt]` are added to their logits.
     """
 
     def __init__(
-        self, model: Any, kept: list[list[list[Tensor]]], known: int, weights: dict[int, Tensor] | None = None
+        self, model: Any, kept: list[list[list[Tensor]]], num_prompt: int, weights: dict[int, Tensor] | None = None
     ) -> None:
-        self.model, self.kept, self.known, self.weights = model, kept, known, weights or {}
+        self.model, self.kept, self.known, self.weights = model, kept, num_prompt, weights or {}
 
     def attention(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **kwargs: Any
@@ -67,7 +67,7 @@ class Oracle:
         return (weights @ values).transpose(1, 2).contiguous(), None
 
     def logits(self, ids: Tensor, cache: DynamicCache, mask: Tensor | None, positions: Tensor | None) -> Tensor:
-        """Logits of new tokens on a stock cache."""
+        """Return logits of new tokens on an ordinary cache."""
         AttentionInterface.register(NAME, self.attention)
         AttentionMaskInterface.register(NAME, lambda *args, attention_mask=None, **kwargs: attention_mask)
         before = self.model.config._attn_implementation
@@ -78,26 +78,26 @@ class Oracle:
             self.model.set_attn_implementation(before)
 
 
-def weights_of(cache: DynamicCache, known: int) -> dict[int, Tensor]:
-    """Logit weights of the first columns, `[B, H, known]`, by layer, where pairs have any."""
-    found = {}
+def weights_of(cache: DynamicCache, columns: int) -> dict[int, Tensor]:
+    """Return log-weights of the first columns, `[B, H, columns]`, by layer, for layers whose pairs have any."""
+    by_layer = {}
     for index, layer in enumerate(cache.layers):
         dense = layer.store.dense if hasattr(layer, "store") else None
         if dense is not None and dense.log_weight is not None:
-            found[index] = torch.zeros(dense.layout.streams, known)
-            found[index][dense.layout.stream_of_row, dense.slots().long()] = dense.log_weight.float()
-            found[index] = found[index].unflatten(0, (layer.store.batch, -1))
-    return found
+            by_layer[index] = torch.zeros(dense.layout.streams, columns)
+            by_layer[index][dense.layout.stream_of_row, dense.slots().long()] = dense.log_weight.float()
+            by_layer[index] = by_layer[index].unflatten(0, (layer.store.batch, -1))
+    return by_layer
 
 
 def decode_both(model: Any, press: Any, ids: Tensor, mask: Tensor | None, steps: int = 6) -> tuple[Tensor, Tensor, Any]:
-    """Decode `steps` given tokens on the evicted cache and on the oracle; return both logits and the evicted cache."""
+    """Decode `steps` fixed tokens on the evicted cache and on the oracle; return both logits and the evicted cache."""
     stock = DynamicCache(config=model.config)
     positions = position_ids(mask)
     model(ids, attention_mask=mask, **with_cache(stock), position_ids=positions)
     follow = torch.randint(3, 90, (ids.shape[0], steps), generator=torch.Generator().manual_seed(5))
     cache = DynamicCache(config=model.config)
-    found, expected = [], []
+    outputs, expected = [], []
     with press(model):
         model(ids, attention_mask=mask, **with_cache(cache), position_ids=positions)
         kept, weights = kvpress.kept_positions(cache), weights_of(cache, ids.shape[1])
@@ -105,10 +105,10 @@ def decode_both(model: Any, press: Any, ids: Tensor, mask: Tensor | None, steps:
             grown = grow(mask, step + 1)
             at = position_ids(grown, 1)
             new = follow[:, step : step + 1]
-            found.append(model(new, attention_mask=grown, **with_cache(cache), position_ids=at).logits)
+            outputs.append(model(new, attention_mask=grown, **with_cache(cache), position_ids=at).logits)
     oracle = Oracle(model, kept, ids.shape[1], weights)
     for step in range(steps):
         grown = grow(mask, step + 1)
         at = position_ids(grown, 1)
         expected.append(oracle.logits(follow[:, step : step + 1], stock, grown, at))
-    return torch.cat(found, dim=1), torch.cat(expected, dim=1), cache
+    return torch.cat(outputs, dim=1), torch.cat(expected, dim=1), cache

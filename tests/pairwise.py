@@ -15,32 +15,32 @@ Row = dict[str, Any]
 def pairwise(allowed: Callable[[Row], bool] = lambda row: True, **dimensions: Iterable[Any]) -> list[Row]:
     """Return rows with a value of every dimension, so that every two values of different dimensions share a row.
 
-    Rows are built greedily, the same ones every time. `allowed` refuses what makes no sense; it is also asked about rows in the
-    making, which lack some dimensions, and what it refuses of those stays refused whatever is added.
+    Rows are built greedily, and are the same every time. `allowed` returns whether a combination makes sense; it also
+    gets incomplete rows, and a refused incomplete row stays refused with any completion.
     """
-    values = {name: list(found) for name, found in dimensions.items()}
+    values = {name: list(choices) for name, choices in dimensions.items()}
     missing = {
-        frozenset({(one, i), (two, j)}): None
-        for one, two in itertools.combinations(values, 2)
-        for i, j in itertools.product(range(len(values[one])), range(len(values[two])))
+        frozenset({(first, i), (second, j)}): None
+        for first, second in itertools.combinations(values, 2)
+        for i, j in itertools.product(range(len(values[first])), range(len(values[second])))
     }
     if len(values) == 1:
-        return [{name: value} for name, found in values.items() for value in found]
+        return [{name: value} for name, choices in values.items() for value in choices]
     rows = []
     while missing:
         start = next(iter(missing))
         row = dict(start)
-        for name in sorted(values, key=lambda name: name not in row):  # the two given ones first
-            known = {other: values[other][at] for other, at in row.items() if other != name}
+        for name in sorted(values, key=lambda name: name not in row):  # the first two are fixed
+            chosen = {dimension: values[dimension][at] for dimension, at in row.items() if dimension != name}
             candidates = [row[name]] if name in row else range(len(values[name]))
-            fitting = [at for at in candidates if allowed({**known, name: values[name][at]})]
+            fitting = [at for at in candidates if allowed({**chosen, name: values[name][at]})]
             if not fitting:
                 break
-            # Of equally good values another one each time, so that rows differ where nothing is left to meet.
+            # Among equally good values, take a different one each time, so that rows vary once all pairs are covered.
             row[name] = max(
                 fitting,
                 key=lambda at: (
-                    sum(frozenset({(name, at), other}) in missing for other in row.items()),
+                    sum(frozenset({(name, at), choice}) in missing for choice in row.items()),
                     (at + len(missing)) % len(values[name]),
                 ),
             )
@@ -53,7 +53,7 @@ def pairwise(allowed: Callable[[Row], bool] = lambda row: True, **dimensions: It
 
 
 def every_pair(allowed: Callable[[Row], bool] = lambda row: True, **dimensions: Any) -> pytest.MarkDecorator:
-    """Parametrize a test by the rows of `pairwise`; a dimension given as a dict names its values."""
+    """Parametrize a test by the rows of `pairwise`; the keys of a dimension that is a dict name its values."""
     cases = []
     for row in pairwise(allowed, **dimensions):
         values = [dimensions[name][at] if isinstance(dimensions[name], dict) else at for name, at in row.items()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A press that changes nothing and shows what layers are called with."""
+"""A press that changes nothing and passes every attention call to a function."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvpress.observe.observer import Observer, Wanted
 
 @dataclass
 class Watching(kvpress.BasePress):
-    """Hands every call of a layer to `look`, once its attention has run."""
+    """Passes every call of a layer to `look`, after its attention."""
 
     look: Callable[[LayerCall], Any]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queries and keys of the tiny models from their own projections, independent of what a session observes."""
+"""Queries and keys of the tiny models from their own projections, independent of observers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HEADS, KV_HEADS = 4, 2
 
 
 def attention_of(model: Any, ids: Tensor, layer: int) -> dict[str, Any]:
-    """The keyword arguments that an attention module is called with."""
+    """Return the keyword arguments of an attention module."""
     caught: dict[str, Any] = {}
     module = model.get_decoder().layers[layer].self_attn
     hook = module.register_forward_pre_hook(lambda m, args, kwargs: caught.update(kwargs), with_kwargs=True)
@@ -24,7 +24,7 @@ def attention_of(model: Any, ids: Tensor, layer: int) -> dict[str, Any]:
 
 
 def projected(model: Any, ids: Tensor, layer: int) -> dict[str, Tensor]:
-    """Queries and keys of a layer `[S, heads, T, D]` from its own projections, before and after rotation."""
+    """Return queries and keys of a layer, `[S, heads, T, D]`, from its own projections, before and after rotation."""
     module = model.get_decoder().layers[layer].self_attn
     caught = attention_of(model, ids, layer)
     hidden = caught["hidden_states"]

@@ -13,11 +13,11 @@ from kvpress.hf.models import facts_of
 
 
 def write_scales(model: Any, path: Path, seed: int = 0) -> Path:
-    """Give every head the same scales, from 1 / D to 1, in an order of its own."""
-    facts, drawn = facts_of(model), torch.Generator().manual_seed(seed)
+    """Give every head the same scales, from 1 / D to 1, each in its own order."""
+    facts, generator = facts_of(model), torch.Generator().manual_seed(seed)
     tensors = {
         f"{layer.index}.scale": torch.stack([
-            (torch.randperm(layer.head_dim, generator=drawn) + 1) / layer.head_dim for _ in range(layer.kv_heads)
+            (torch.randperm(layer.head_dim, generator=generator) + 1) / layer.head_dim for _ in range(layer.kv_heads)
         ])
         for layer in facts.growing
     }  # fmt: skip

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that a cache holds of what it has read, to be compared with another cache."""
+"""All state of a cache that depends on its tokens, to compare it with another cache."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ COUNTERS = ("batch", "heads", "dtype", "seen", "since_eviction", "settled", "tar
 
 
 def state_of(cache: Any, decoded: bool = False) -> list[dict[str, Any]]:
-    """What every layer of a cache holds: pairs, places, weights, per-pair arrays, observers and counters.
+    """Return the state of every layer of a cache: pairs, slots, log-weights, per-pair arrays, observers and counters.
 
-    Encoded pairs are given as they are read where they are to be `decoded`.
+    With `decoded`, encoded pairs are compared as decoded.
     """
     return [
         _of_store(layer.store, decoded)
@@ -43,38 +43,43 @@ def _of_store(store: KVStore, decoded: bool) -> dict[str, Any]:
             )
             for part in store.sealed
         ],
-        "observers": {str(wanted): _of_observer(observer) for wanted, observer in store.observers.items()},
+        "observers": {str(request): _of_observer(observer) for request, observer in store.observers.items()},
         "codec state": store.codec_state,
     }
 
 
 def _of_observer(observer: Observer) -> dict[str, Any]:
-    held = dict(observer.written() if hasattr(observer, "written") else vars(observer))
-    if isinstance(held.get("parts"), list):  # how tokens are divided among them says nothing
-        parts = held.pop("parts")
+    state = dict(observer.written() if hasattr(observer, "written") else vars(observer))
+    if isinstance(state.get("parts"), list):  # the division of tokens among the parts does not matter
+        parts = state.pop("parts")
         pairs = [part if isinstance(part, tuple) else (part,) for part in parts if part is not None]
-        held["joined"] = [torch.cat(side, dim=1) for side in zip(*pairs, strict=True)]
-        held["joined"] = [joined for joined in held["joined"] if joined.shape[1]]
-    return held
+        state["joined"] = [torch.cat(side, dim=1) for side in zip(*pairs, strict=True)]
+        state["joined"] = [joined for joined in state["joined"] if joined.shape[1]]
+    return state
 
 
-def differences(one: Any, other: Any, tolerance: float = 0.0, share: float = 0.0, path: str = "") -> list[str]:
-    """Where two states differ; numbers may by `tolerance`, relative and absolute, and a `share` of them by more."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        if one.shape != other.shape or one.dtype != other.dtype:
-            return [f"{path}: {tuple(one.shape)} {one.dtype} and {tuple(other.shape)} {other.dtype}"]
-        close = bool(tolerance) and one.is_floating_point()
-        apart = ~torch.isclose(one, other, tolerance, tolerance) if close else one != other
-        allowed = share * one.numel() if close else 0
-        return [] if apart.sum() <= allowed else [f"{path}: {apart.sum()} of {one.numel()} numbers"]
-    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+def differences(first: Any, second: Any, tolerance: float = 0.0, share: float = 0.0, path: str = "") -> list[str]:
+    """Return one line for each difference of two states.
+
+    Numbers are equal within `tolerance`, relative and absolute; a `share` of them may differ by more.
+    """
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        if first.shape != second.shape or first.dtype != second.dtype:
+            return [f"{path}: {tuple(first.shape)} {first.dtype} and {tuple(second.shape)} {second.dtype}"]
+        close = bool(tolerance) and first.is_floating_point()
+        unequal = ~torch.isclose(first, second, tolerance, tolerance) if close else first != second
+        allowed = share * first.numel() if close else 0
+        return [] if unequal.sum() <= allowed else [f"{path}: {unequal.sum()} of {first.numel()} numbers"]
+    if isinstance(first, dict) and isinstance(second, dict) and first.keys() == second.keys():
         return [
-            found for name in one for found in differences(one[name], other[name], tolerance, share, f"{path}/{name}")
+            line
+            for name in first
+            for line in differences(first[name], second[name], tolerance, share, f"{path}/{name}")
         ]
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)) and len(one) == len(other):
+    if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)) and len(first) == len(second):
         return [
-            found
-            for i, pair in enumerate(zip(one, other, strict=True))
-            for found in differences(*pair, tolerance, share, f"{path}/{i}")
+            line
+            for i, pair in enumerate(zip(first, second, strict=True))
+            for line in differences(*pair, tolerance, share, f"{path}/{i}")
         ]
-    return [] if type(one) is type(other) and one == other else [f"{path}: {one} and {other}"]
+    return [] if type(first) is type(second) and first == second else [f"{path}: {first} and {second}"]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for CUDA graphs, which repeats recorded operators on the tensors of the recording.
+"""A replacement of CUDA graphs that repeats recorded operators on the tensors of the recording.
 
-Replaying one is wrong exactly where a graph would be: where a step depends on a number, a shape or an object of the host.
+A replay is wrong exactly where a graph's would be: where a step depends on a number, a shape or an object of the host.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PROMPTS = {"one": (tokens(1, 50), None), "padded": padded_batch([50, 31, 44])}
 
 
 class Tape(TorchDispatchMode):
-    """Operators and compiled kernels in the order they ran, with the tensors that they read and wrote."""
+    """Operators and compiled kernels in execution order, with the tensors that they read and wrote."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Tape(TorchDispatchMode):
             self.operators.append((self.launch, args, kwargs, None))
             return self.launch(*args, **kwargs)
 
-        launch.run = recorded  # torch does not see what compiled kernels do
+        launch.run = recorded  # torch does not record writes of compiled kernels
         return super().__enter__()
 
     def __exit__(self, *args: Any) -> None:
@@ -69,7 +69,7 @@ class Tape(TorchDispatchMode):
         return result
 
     def undo(self) -> None:
-        """Take back what was written: recording a graph runs nothing."""
+        """Undo all writes: recording a graph runs nothing."""
         for tensor, value in reversed(self.before.values()):
             tensor.copy_(value)
 
@@ -81,7 +81,7 @@ class Tape(TorchDispatchMode):
 
 
 def checks_arguments() -> bool:
-    """Whether a kernel is reading a value: on the CPU they check their arguments, on a GPU they do not."""
+    """Return whether a kernel reads a value: kernels check their arguments on the CPU, but not on a GPU."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and "/kvpress/kernels/" not in frame.f_code.co_filename:
         frame = frame.f_back
@@ -89,7 +89,7 @@ def checks_arguments() -> bool:
 
 
 class TapeRecorder:
-    """Stands in for CUDA graphs; counts what was done."""
+    """Replacement of CUDA graphs that counts recordings and replays."""
 
     def __init__(self) -> None:
         self.warmed = self.recorded = self.replayed = 0
@@ -114,7 +114,7 @@ class TapeRecorder:
 
 @cache
 def model_of(family: str, layers: int = 2) -> Any:
-    """A random model of a family, without sliding windows."""
+    """Return a random model of a family, without sliding windows."""
     settings = {**COMMON, **FAMILIES[family], "num_hidden_layers": layers, "sliding_window": None}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**settings), dtype=torch.float32)
@@ -130,13 +130,13 @@ def generate(model: Any, ids: Tensor, mask: Tensor | None, **settings: Any) -> A
     return model.generate(ids, attention_mask=mask, **settings)
 
 
-def assert_same_caches(found: Any, expected: Any) -> None:
-    for ours, theirs in zip(found.layers, expected.layers, strict=True):
+def assert_same_caches(actual: Any, expected: Any) -> None:
+    for ours, theirs in zip(actual.layers, expected.layers, strict=True):
         assert ours.store.stored() == theirs.store.stored()
-        for part, other in zip(
+        for part, twin in zip(
             [*ours.store.segments, ours.store.open_segment(None)],
             [*theirs.store.segments, theirs.store.open_segment(None)],
             strict=True,
         ):
-            assert torch.equal(part.slots(), other.slots())
-            assert all(map(torch.equal, part.read(slice(None)), other.read(slice(None))))
+            assert torch.equal(part.slots(), twin.slots())
+            assert all(map(torch.equal, part.read(slice(None)), twin.read(slice(None))))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Assisted decoding and prompt lookup under a press: what is generated, and what the cache then holds, is as without them."""
+"""Assisted decoding and prompt lookup under a press: the same tokens and the same cache as without."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ SPECS = {
 }
 OTHERS = ("window", "composed", "decoding", "h2o now and then")
 KINDS = ("lookup", "stranger", "twin")
-PROMPT = torch.cat([tokens(1, 40), tokens(1, 20)], dim=1)  # what follows the repeated part is a guess at what comes
+PROMPT = torch.cat([tokens(1, 40), tokens(1, 20)], dim=1)  # the text behind the repeated part serves as candidates
 NEW = 16
 
 
 def generate(model: Any, ids: Tensor, **settings: Any) -> Any:
-    """Generate tokens of which none looks like padding: transformers would take it for that in an assistant."""
+    """Generate tokens that do not look like padding: transformers would read them so in the text of an assistant."""
     return caches.generate(model, ids, torch.ones_like(ids), suppress_tokens=[0], **settings)
 
 
 def candidates(kind: str, family: str) -> dict[str, Any]:
-    """The settings of `generate` that make candidates: looked up, by a model that is wrong, or by one that is mostly right."""
+    """Settings of `generate` that draft tokens: prompt lookup, a model that is wrong, and one that is mostly right."""
     if kind == "lookup":
         return {"prompt_lookup_num_tokens": 5}
     assistant = copy.deepcopy(model_of(family, "float32"))
@@ -56,10 +56,10 @@ def candidates(kind: str, family: str) -> dict[str, Any]:
     return {"assistant_model": assistant}
 
 
-def alike(found: Any, expected: Any) -> None:
-    assert torch.equal(found.sequences, expected.sequences)
-    assert found.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
-    assert positions(found.past_key_values) == positions(expected.past_key_values)
+def alike(output: Any, expected: Any) -> None:
+    assert torch.equal(output.sequences, expected.sequences)
+    assert output.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
+    assert positions(output.past_key_values) == positions(expected.past_key_values)
 
 
 @pytest.mark.parametrize(
@@ -71,10 +71,10 @@ def test_the_same_tokens_and_the_same_cache(family: str, name: str, kind: str) -
     model, press = model_of(family, "float32"), kvpress.get_press(SPECS[name])
     with press(model):
         expected = generate(model, PROMPT, max_new_tokens=NEW)
-        found = generate(model, PROMPT, max_new_tokens=NEW, **candidates(kind, family))
-    alike(found, expected)
-    assert not any(getattr(layer, "record_past", False) for layer in found.past_key_values.layers)
-    assert not any("rollback" in layer.components for layer in kvpress.memory_report(found.past_key_values).layers)
+        output = generate(model, PROMPT, max_new_tokens=NEW, **candidates(kind, family))
+    alike(output, expected)
+    assert not any(getattr(layer, "record_past", False) for layer in output.past_key_values.layers)
+    assert not any("rollback" in layer.components for layer in kvpress.memory_report(output.past_key_values).layers)
 
 
 @pytest.mark.parametrize("name", ["window", "kivi"])
@@ -126,11 +126,11 @@ def test_an_assistant_may_be_compressed_too(spec: str) -> None:
 
     handle = assistant.model.register_forward_pre_hook(note, with_kwargs=True)
     with press(model) as session, kvpress.get_press(spec)(assistant) as helping:
-        found = generate(model, PROMPT, max_new_tokens=NEW, assistant_model=assistant)
-        assert session.cache is found.past_key_values
+        output = generate(model, PROMPT, max_new_tokens=NEW, assistant_model=assistant)
+        assert session.cache is output.past_key_values
         assert helping.cache is used[-1]
     handle.remove()
-    alike(found, expected)
+    alike(output, expected)
     assert len({id(cache) for cache in used}) == 1
     report = kvpress.memory_report(used[-1])
     assert report.kept < report.seen or spec.startswith("kivi")
@@ -140,8 +140,8 @@ def test_sampling_with_the_model_itself_as_assistant() -> None:
     model, press = model_of("llama", "float32"), kvpress.get_press("snapkv:0.5,window_size=4")
     torch.manual_seed(0)
     with press(model):
-        found = generate(model, PROMPT, max_new_tokens=NEW, do_sample=True, assistant_model=copy.deepcopy(model))
-    assert found.past_key_values.get_seq_length() == found.sequences.shape[1] - 1
+        output = generate(model, PROMPT, max_new_tokens=NEW, do_sample=True, assistant_model=copy.deepcopy(model))
+    assert output.past_key_values.get_seq_length() == output.sequences.shape[1] - 1
 
 
 def test_hidden_states_of_every_token() -> None:
@@ -149,15 +149,15 @@ def test_hidden_states_of_every_token() -> None:
     settings = {"max_new_tokens": 9, "output_hidden_states": True}
     with press(model):
         expected = generate(model, PROMPT, **settings)
-        found = generate(model, PROMPT, prompt_lookup_num_tokens=5, **settings)
+        assisted = generate(model, PROMPT, prompt_lookup_num_tokens=5, **settings)
 
     def newest(output: Any) -> Tensor:
         return torch.stack([step[-1][0, -1] for step in output.hidden_states[1:]])
 
-    torch.testing.assert_close(newest(found)[-8:], newest(expected)[-8:], atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(newest(assisted)[-8:], newest(expected)[-8:], atol=2e-3, rtol=2e-3)
 
 
-def test_what_cannot_be_read_in_parts_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_cannot_be_read_in_parts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model, press = model_of("llama", "float32"), kvpress.get_press("snapkv:0.5,window_size=4")
     monkeypatch.setattr(candidate_passes, "PER_TOKEN", ("input_ids",))
     with (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over the parts of a store is attention over the whole."""
+"""Attention over the segments of a store equals attention over all pairs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def reference(
     queries: Tensor, keys: list[Tensor], values: list[Tensor], visible: list[Tensor], scale: float, cap: float | None,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Float32 attention of `queries [N, M, D]` on whole streams, `visible[n] [M, T]`; a plain softmax over everything."""
+    """Return float32 attention of `queries [N, M, D]` to whole streams, `visible[n] [M, T]`, by a plain softmax."""
     outs, lses = [], []
     for n, rows in enumerate(queries):
         logits = (rows @ keys[n].T).float() * scale
@@ -44,7 +44,7 @@ def reference(
     groups=st.sampled_from([1, 2, 3, 8]),
     length=st.sampled_from([1, 1, 3]),
     turns=st.lists(st.tuples(st.integers(1, 20), st.sampled_from([0.0, 0.2, 0.7, 1.0])), min_size=0, max_size=3),
-    fresh=st.integers(0, 7),
+    unsealed=st.integers(0, 7),
     pads=st.sampled_from([None, [0, 3], [5, 0]]),
     hide=st.integers(0, 10),
     cap=st.sampled_from([None, 3.0]),
@@ -52,7 +52,7 @@ def reference(
     codec=st.sampled_from([None, *CODECS]),
 )
 def test_attention_over_parts_is_attention_over_everything(
-    groups: int, length: int, turns: list[tuple[int, float]], fresh: int, pads: list[int] | None, hide: int,
+    groups: int, length: int, turns: list[tuple[int, float]], unsealed: int, pads: list[int] | None, hide: int,
     cap: float | None, with_sinks: bool, codec: str | None,
 ) -> None:  # fmt: skip
     batch, heads, dim = 2, 3, 8
@@ -70,22 +70,22 @@ def test_attention_over_parts_is_attention_over_everything(
         store.evict([torch.rand(n) < share for n in counts], columns())
         if codec is not None:
             store.settle(CODECS[codec][0], Sealing(store.heads, mask=columns()))
-    new = fresh + length
+    new = unsealed + length
     store.append(torch.randn(batch, heads, new, dim), torch.randn(batch, heads, new, 4))
     hidden = min(hide, store.seen - length)
     queries = torch.randn(batch, heads * groups, length, dim)
     sinks = torch.randn(heads * groups) if with_sinks else None
     out, lse = store.attend(queries, Logits(0.3, cap), columns(hidden), sinks)
 
-    whole = [*store.sealed, DenseSegment(
+    segments = [*store.sealed, DenseSegment(
         store.window.filled_keys.reshape(-1, dim), store.window.filled_values.reshape(-1, 4),
         Layout([store.window.length] * batch * heads), first=[store.window.first] * batch * heads,
     )]  # fmt: skip
     keys, values, visible = [], [], []
     token = torch.arange(store.seen - length, store.seen).repeat(groups)
     for n in range(batch * heads):
-        at = torch.cat([part.slots()[part.layout.rows(n)] for part in whole])
-        read = [part.read(part.layout.rows(n)) for part in whole]
+        at = torch.cat([part.slots()[part.layout.rows(n)] for part in segments])
+        read = [part.read(part.layout.rows(n)) for part in segments]
         keys.append(torch.cat([pair[0] for pair in read]))
         values.append(torch.cat([pair[1] for pair in read]))
         mask = columns(hidden)
@@ -150,9 +150,9 @@ def test_the_order_of_pairs_does_not_matter(seed: int) -> None:
         torch.randperm(n, generator=generator) + start for n, start in zip(layout.lengths, layout.offsets, strict=False)
     ]) if layout.total else torch.zeros(0, dtype=torch.long)  # fmt: skip
     queries = torch.randn(4, 2, 8, generator=generator)
-    found = DenseSegment(keys[order], values[order], layout).attend(queries, Logits(0.4))
+    shuffled = DenseSegment(keys[order], values[order], layout).attend(queries, Logits(0.4))
     expected = DenseSegment(keys, values, layout).attend(queries, Logits(0.4))
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(shuffled, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
@@ -172,7 +172,7 @@ def test_a_ragged_layout_of_equal_lengths_is_dense_and_one_pair_is_its_value() -
 def test_many_queries_in_blocks_equal_all_at_once(visible: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     queries, keys, values = torch.randn(3, 2, 37, 16).unbind(0)
     mask = None if visible is None else torch.rand(2, 1 if visible == "row" else 37, 37) < 0.7
-    whole = attend(queries, keys, values, Logits(0.3), mask)
+    at_once = attend(queries, keys, values, Logits(0.3), mask)
     monkeypatch.setattr("kvpress.cache.attention.BLOCK_BYTES", 4 * 2 * 37 * 5)
     blocks = attend(queries, keys, values, Logits(0.3), mask)
-    torch.testing.assert_close(blocks, whole)
+    torch.testing.assert_close(blocks, at_once)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention weights inside a press: those of the prompt, and those of later tokens on the pairs that are stored."""
+"""Attention weights inside a press: those of the prompt, and those of later tokens to stored pairs."""
 
 from __future__ import annotations
 
@@ -21,47 +21,47 @@ SETTINGS: dict[str, Any] = {"do_sample": False, "max_new_tokens": 5, "return_dic
     "spec", ["snapkv:0.5,window_size=4", "adakv(knorm:0.5) + kivi:bits=4 + quest:budget=8,page_size=4"]
 )
 @pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
-def test_those_of_a_prompt_are_the_models_own(spec: str, family: str, padded: bool) -> None:
+def test_weights_of_a_prompt_equal_the_models(spec: str, family: str, padded: bool) -> None:
     model = tiny_model(family, "eager")
     ids, mask = padded_batch([20, 13]) if padded else (tokens(2, 20), torch.ones(2, 20, dtype=torch.long))
     settings = {"attention_mask": mask, "position_ids": position_ids(mask), "output_attentions": True}
     expected = model(ids, past_key_values=DynamicCache(config=model.config), **settings).attentions
     with kvpress.get_press(spec)(model):
-        found = model(ids, past_key_values=DynamicCache(config=model.config), **settings).attentions
-    for layer, own in zip(found, expected, strict=True):
-        torch.testing.assert_close(layer * mask[:, None, :, None], own * mask[:, None, :, None])
+        weights = model(ids, past_key_values=DynamicCache(config=model.config), **settings).attentions
+    for layer, reference in zip(weights, expected, strict=True):
+        torch.testing.assert_close(layer * mask[:, None, :, None], reference * mask[:, None, :, None])
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_oss"])
 @pytest.mark.parametrize("spec", ["none", "snapkv:0.5,window_size=4", "pyramidkv:0.5,window_size=4,beta=3"])
-def test_those_of_later_tokens_are_on_the_pairs_that_are_stored(spec: str, family: str) -> None:
-    """They are the softmax among these of the whole model's logits, and change nothing else."""
+def test_weights_of_later_tokens_cover_stored_pairs(spec: str, family: str) -> None:
+    """They are the softmax over the stored pairs of the full model's logits; asking for them changes nothing else."""
     model, ids, press = tiny_model(family, "eager"), tokens(2, 20), kvpress.get_press(spec)
     with press(model):
         expected = model.generate(ids, **SETTINGS)
-        found = model.generate(ids, **SETTINGS, output_attentions=True)
-    assert torch.equal(found.sequences, expected.sequences)
-    assert len(found.attentions) == 5
-    first = full_layers(model)[0]  # its queries and keys depend on nothing that is evicted
-    kept, newest = positions(found.past_key_values)[first], found.attentions[-1][first]
-    whole = model(found.sequences[:, :-1], output_attentions=True).attentions[first][:, :, -1:]
+        output = model.generate(ids, **SETTINGS, output_attentions=True)
+    assert torch.equal(output.sequences, expected.sequences)
+    assert len(output.attentions) == 5
+    first = full_layers(model)[0]  # its queries and keys do not depend on evicted pairs
+    kept, newest = positions(output.past_key_values)[first], output.attentions[-1][first]
+    full = model(output.sequences[:, :-1], output_attentions=True).attentions[first][:, :, -1:]
     assert newest.shape[-1] == len(kept[0][0])
     for row in range(2):
         for head in range(newest.shape[1]):
             at = kept[row][head // 2]
-            among = whole[row, head, 0, at]
+            reference = full[row, head, 0, at]
             found_here = newest[row, head, 0]
-            torch.testing.assert_close(found_here / found_here.sum(), among / among.sum(), atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(found_here / found_here.sum(), reference / reference.sum(), atol=1e-5, rtol=1e-4)
 
 
-def test_those_of_several_later_tokens_are_causal() -> None:
+def test_weights_of_several_later_tokens_are_causal() -> None:
     model, ids = tiny_model("llama", "eager"), tokens(1, 20)
     cache = DynamicCache(config=model.config)
     with kvpress.KnormPress(0.5)(model):
         model(ids, past_key_values=cache)
     with kvpress.reading(model, kvpress.KnormPress(0.5)):
-        found = model(tokens(1, 3), past_key_values=cache, output_attentions=True).attentions
-    for layer in found:
+        weights = model(tokens(1, 3), past_key_values=cache, output_attentions=True).attentions
+    for layer in weights:
         assert layer.shape == (1, 4, 3, 13)
         assert bool((layer[0, :, 0, 11:] == 0).all())
         assert bool((layer[0, :, 1, 12:] == 0).all())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmarks' own logic on tiny sizes: figures mean what they say, and a failure costs only itself."""
+"""Logic of the benchmarks on tiny sizes: figures are right, and a failure costs only its own row."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ from tests.kernels.compiler import NATIVE, needs_compiler
 
 
 def test_host_time_is_shared_out_between_parts_that_ran() -> None:
-    found = overhead.measure(overhead.build_model(), torch.arange(1, 65)[None], None, rounds=1, tokens=2)
-    assert set(found) == {"no press", *overhead.PRESSES}
+    times = overhead.measure(overhead.build_model(), torch.arange(1, 65)[None], None, rounds=1, tokens=2)
+    assert set(times) == {"no press", *overhead.PRESSES}
     for name in overhead.PRESSES:
-        assert min(found[name][part] for part in overhead.PARTS) > 0
+        assert min(times[name][part] for part in overhead.PARTS) > 0
 
 
 STREAMS = Streams.random([33, 0, 200], 4, 64, torch.bfloat16, gap=5)
@@ -78,8 +78,8 @@ def test_caches_meet_their_reference(cache: Stored) -> None:
     some = STREAMS.sample(4)
     assert some.counts.tolist() == [9, 0, 50]
     for where in (STREAMS.where, some):
-        found, expected = cache.attend(where), cache.reference(where)
-        assert max(gpu_parity.error(f, e) for f, e in zip(found, expected, strict=True)) < 1e-3
+        outputs, expected = cache.attend(where), cache.reference(where)
+        assert max(gpu_parity.error(f, e) for f, e in zip(outputs, expected, strict=True)) < 1e-3
 
 
 def test_selection_reads_the_rows_with_the_best_labels() -> None:
@@ -109,7 +109,7 @@ def test_cpu_benchmark_reports_every_contender() -> None:
     assert all(row["min_ms"] <= row["median_ms"] for row in rows)
 
 
-def test_methods_hold_what_their_press_would_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_methods_hold_the_pairs_of_their_press(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "QuantizedCache", lambda **_: (_ for _ in ()).throw(ImportError("not installed")))
     config = LlamaConfig(hidden_size=1024, num_attention_heads=16, num_key_value_heads=4, num_hidden_layers=8)
     model = SimpleNamespace(config=config, model=SimpleNamespace(rotary_emb=LlamaRotaryEmbedding(config)))
@@ -123,7 +123,7 @@ def test_methods_hold_what_their_press_would_keep(monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def any_level(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Levels may be changed; afterwards the one that was there runs again."""
+    """Levels may be switched; afterwards the previous level runs again."""
     with monkeypatch.context() as patch:
         patch.setenv("KVPRESS_CPU_LEVEL", "")
         yield
@@ -167,7 +167,7 @@ def test_levels_are_named_in_order_and_those_that_are_lacking_refused() -> None:
 
 
 @needs_compiler
-def test_torch_is_held_to_a_level_and_what_the_user_set_is_back_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_runs_at_a_level_and_the_users_setting_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "supported_levels", lambda: ("avx2", "avx512"))
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_AMX")
     monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
@@ -196,12 +196,12 @@ def test_bytes_that_selectors_read_are_counted() -> None:
     pair_bytes = 2 * 64 * 2
     dense = 5 * 4 * 1088 * pair_bytes
     assert rows["dense"]["read_mib"] * 2**20 == dense
-    # Three layers choose among 1024 sealed pairs of each head; 64 are not sealed and read by all alike.
+    # Three layers choose among 1024 sealed pairs of each head; all heads read the 64 unsealed pairs.
     labels, pages, chosen = 1024 * (8 + 4), 1024 // 16 * 2 * 64 * 2, 64 * pair_bytes
     full = 2 * 4 * 1088 * pair_bytes
     for name, index in {"double sparsity 1/16": labels, "quest 1/16": pages}.items():
         assert rows[name]["read_mib"] * 2**20 == full + 3 * 4 * (index + chosen)
-    # TidalDecode chooses in layer 2 of 5, once: reads all pairs and all keys again there, and 64 pairs in the other two.
+    # TidalDecode chooses once, in layer 2 of 5, which reads all pairs and all keys again; the last two layers read 64.
     assert rows["tidal decode 1/16"]["read_mib"] * 2**20 == full + 4 * (1.5 * 1024 * pair_bytes + 2 * chosen)
 
 
@@ -234,7 +234,7 @@ def test_a_prompt_is_read_under_one_press_and_under_all() -> None:
     rows = {"none": full, "knorm:0.5": half}
     prefill.compare(rows)
     assert prefill.markdown(rows).splitlines()[0].endswith("| cache MiB | ms a token |")
-    rows[prefill.SHARED] = together  # whose caches are not decoded from
+    rows[prefill.SHARED] = together  # no decode step reads their caches
     prefill.compare(rows)
     assert len(prefill.markdown(rows).splitlines()) == 4
     del half["token_ms"]
@@ -242,10 +242,10 @@ def test_a_prompt_is_read_under_one_press_and_under_all() -> None:
 
 
 def test_the_prefill_of_every_press_is_measured(tmp_path: Path) -> None:
-    """Of each that learns something of the model, what it needs is made first and handed on by the right name."""
+    """Calibration files of presses are written first and passed on under the right name."""
     named = set(re.findall(r"\w+", " ".join((*prefill.PRESSES, *prefill.others()))))
-    left = [entry for entry in entries() if entry.role != "prefill" and entry.name not in named]
-    assert {entry.example for entry in left} <= set(prefill.others())
+    unnamed = [entry for entry in entries() if entry.role != "prefill" and entry.name not in named]
+    assert {entry.example for entry in unnamed} <= set(prefill.others())
     needing = {entry.name for entry in entries() if entry.needs} - set(re.findall(r"\w+", " ".join(prefill.PRESSES)))
     assert needing <= set(prefill.LEARNED)
     prefill.learn("qfilter", 200, 1, tmp_path / "found")
@@ -275,16 +275,16 @@ def test_the_frontier_compares_presses_that_hold_all_they_may(scorer: str, bits:
     def spec(budget: int) -> str:
         return frontier.plain(scorer, bits, budget) if "(" not in scorer else f"adakv(snapkv:budget={budget})"
 
-    found = frontier.solved(engine, ids, spec, smaller, step)
-    budget = int(found.split("budget=")[1].split(" ")[0].rstrip(")"))
+    solution = frontier.solved(engine, ids, spec, smaller, step)
+    budget = int(solution.split("budget=")[1].split(" ")[0].rstrip(")"))
     assert budget % step == 0
     for more, fits in ((0, True), (step, False)):
-        kept, whole = frontier.held(engine, ids, spec(budget + more))
-        assert (kept * smaller <= whole) == fits
+        kept, uncompressed = frontier.held(engine, ids, spec(budget + more))
+        assert (kept * smaller <= uncompressed) == fits
 
 
 def test_the_frontier_alone_has_a_figure(tmp_path: Path) -> None:
-    """As `--only frontier` asks for: there is no best other family."""
+    """With `--only frontier`, there is no best other family."""
     study = json.loads(Path("benchmarks/results/frontier.json").read_text())[0]
     study["rows"] = [row for row in study["rows"] if row["family"] == "frontier"]
     assert len(study["rows"]) == len(study["smaller"])
@@ -305,22 +305,22 @@ def test_every_codec_is_in_the_figure_of_all() -> None:
 
 def test_sizes_of_several_results_go_into_one_figure(tmp_path: Path) -> None:
     results = Path("benchmarks/results")
-    both = [results / "frontier.json", results / "frontier_small.json"]
-    whole = frontier.joined(both)
-    assert whole["smaller"] == [2, 5, 10, 20, 50]
-    assert {row["size"] for row in whole["rows"] if row["family"] == "frontier"} == set(whole["smaller"])
-    assert frontier.joined([both[1], *both])["rows"] == whole["rows"]
+    paths = [results / "frontier.json", results / "frontier_small.json"]
+    joined = frontier.joined(paths)
+    assert joined["smaller"] == [2, 5, 10, 20, 50]
+    assert {row["size"] for row in joined["rows"] if row["family"] == "frontier"} == set(joined["smaller"])
+    assert frontier.joined([paths[1], *paths])["rows"] == joined["rows"]
     with pytest.raises(ValueError, match="not of one length"):
-        frontier.joined([both[0], results / "frontier_2048.json"])
+        frontier.joined([paths[0], results / "frontier_2048.json"])
 
 
-def test_ours_is_measured_and_said_to_be_alone_without_openvino(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ours_is_measured_alone_without_openvino(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "openvino", None)
     *rows, missing = openvino_prefill.measured("local", 1024, threads=1, rounds=1)
     assert missing["name"] == "OpenVINO"
     assert "openvino" in missing["failed"]
-    whole, *ours = rows
-    assert (whole["name"], whole["error"], whole["times"]) == ("torch", 0, 1)
+    baseline, *ours = rows
+    assert (baseline["name"], baseline["error"], baseline["times"]) == ("torch", 0, 1)
     assert [row["threshold"] for row in ours] == [0.8, 0.5, 0.2]
     assert ours[0]["error"] < ours[1]["error"] < ours[2]["error"] < 2
     assert 1 > ours[0]["density"] >= ours[1]["density"] >= ours[2]["density"] > 0.1

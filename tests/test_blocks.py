@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks beside each other and inside each other: threads have blocks of their own, another press inside one is refused."""
+"""Sessions beside and inside each other: each thread has its own; another press inside a session is refused."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def test_blocks_of_different_presses_in_different_threads() -> None:
             model(ids, past_key_values=cache, logits_to_keep=1)
             assert session.cache is cache
         with kvpress.reading(model, press) as session:
-            asked = torch.cat([ids, tokens(1, 3, seed=number)], dim=1)
-            found = model.generate(asked, past_key_values=cache, max_new_tokens=6, do_sample=False)
+            extended = torch.cat([ids, tokens(1, 3, seed=number)], dim=1)
+            sequences = model.generate(extended, past_key_values=cache, max_new_tokens=6, do_sample=False)
             assert session.cache is cache
-        return [found.tolist(), positions(cache)]
+        return [sequences.tolist(), positions(cache)]
 
     threads = 12
     expected = [answer(number) for number in range(threads)]
@@ -95,7 +95,7 @@ def test_one_thread_compresses_while_others_answer() -> None:
 
 
 def test_a_thread_without_a_block_beside_several_presses() -> None:
-    """It is refused, unless it was started with the context of a block."""
+    """Such a thread is refused, unless it was started with the context of a session."""
     model = small_model()
     presses = [kvpress.get_press(SPECS["knorm"]), kvpress.get_press(SPECS["h2o"])]
     expected = [expected_of(model, press, 1)[0] for press in presses]
@@ -116,7 +116,7 @@ def test_a_thread_without_a_block_beside_several_presses() -> None:
                     pool.submit(use, model, 0).result()
             assert same(pool.submit(contextvars.copy_context().run, results, model, 0).result(), expected[0])
             assert same(results(model, 0), expected[0])
-        # The block of the other thread is the only one that is left.
+        # The session of the other thread is the only open one.
         assert same(pool.submit(results, model, 0).result(), expected[1])
         done.set()
         holding.result()
@@ -182,10 +182,10 @@ def test_asynchronous_tasks() -> None:
 
     async def ask(number: int) -> bool:
         with press(model) as session:
-            found = await asyncio.to_thread(generate, model, number)
+            output = await asyncio.to_thread(generate, model, number)
             await asyncio.sleep(0)
-            return session.cache is found.past_key_values and same(
-                (found.sequences, positions(found.past_key_values)), expected[number]
+            return session.cache is output.past_key_values and same(
+                (output.sequences, positions(output.past_key_values)), expected[number]
             )
 
     async def ask_all() -> list[bool]:
@@ -211,8 +211,8 @@ def test_shared_readings_with_different_presses_beside_each_other() -> None:
 
 
 def test_private_blocks_leave_other_threads_alone() -> None:
-    model, other = small_model(), kvpress.get_press("knorm:0.3")
-    plain, expected = results(model, 2), expected_of(model, other, 3)[2]
+    model, private = small_model(), kvpress.get_press("knorm:0.3")
+    plain, expected = results(model, 2), expected_of(model, private, 3)[2]
     inside, done = threading.Event(), threading.Event()
 
     def wait(*_: Any) -> None:
@@ -225,7 +225,7 @@ def test_private_blocks_leave_other_threads_alone() -> None:
         reading = pool.submit(kvpress.prefill, model, [kvpress.KnormPress(0.5)], prompt(0))
         assert inside.wait(60)
         assert same(results(model, 2), plain)
-        with other(model):
+        with private(model):
             assert same(results(model, 2), expected)
         done.set()
         reading.result()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands that keep a compressed text in a file and answer from it, as a user types them."""
+"""Commands that save a compressed text in a file and answer from it, as a user types them."""
 
 from __future__ import annotations
 
@@ -28,39 +28,39 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_text_is_compressed_once_and_asked_about_later(text: Path, tmp_path: Path) -> None:
+def test_a_text_is_compressed_once_and_questioned_later(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "text.kv"
     done = run("compress", "--model", "reference", "--press", "frontier:smaller=4", "--text", text, "--out", out)
     assert done.exit_code == 0, done.output
     assert "press    frontier:smaller=4" in done.stdout
     questions = ["What is the code for tiger?", "What is the code for otter?"]
-    asked = run("ask", "--model", "reference", "--cache", out, *questions, "--max-new-tokens", 12)
-    assert asked.exit_code == 0, asked.output
-    first, second = (asked.stdout.split(question)[-1] for question in questions)
+    result = run("ask", "--model", "reference", "--cache", out, *questions, "--max-new-tokens", 12)
+    assert result.exit_code == 0, result.output
+    first, second = (result.stdout.split(question)[-1] for question in questions)
     assert "4837" in first.partition(questions[1])[0]
     assert "2951" in second
     info = kvpress.cache_info(out)
-    assert f"{info.length} tokens" in asked.stderr
-    assert "loaded in" in asked.stderr
-    assert asked.stderr.count("the first after") == 2
+    assert f"{info.length} tokens" in result.stderr
+    assert "loaded in" in result.stderr
+    assert result.stderr.count("the first after") == 2
     model, tokenizer = kvpress.load_model("reference")
     cache, words = kvpress.load(out, model, tokenizer=tokenizer), []
     reply = ask(model, tokenizer, cache, questions[0], info.get_press(), max_new_tokens=12, say=words.append)
     assert "".join(words) == reply.text
-    assert reply.text in asked.stdout
+    assert reply.text in result.stdout
     assert len(words) > 2
     assert reply.tokens <= 12
     assert 0 < reply.first_seconds <= reply.seconds
     assert cache.get_seq_length() == info.length
 
 
-def test_info_says_what_a_file_holds_and_reads_all_of_it_where_asked(text: Path, tmp_path: Path) -> None:
+def test_info_prints_the_contents_of_a_file_and_verifies_it(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "text.kv"
     assert run("compress", "--model", "reference", "--press", "knorm:0.5", "--text", text, "--out", out).exit_code == 0
-    said = run("info", out, "--verify")
-    assert said.exit_code == 0
-    assert "2.0 times smaller" in said.stdout
-    assert "all digests match" in said.stdout
+    result = run("info", out, "--verify")
+    assert result.exit_code == 0
+    assert "2.0 times smaller" in result.stdout
+    assert "all digests match" in result.stdout
     content = bytearray(out.read_bytes())
     content[-100] ^= 1
     out.write_bytes(bytes(content))
@@ -86,7 +86,7 @@ def test_info_says_what_a_file_holds_and_reads_all_of_it_where_asked(text: Path,
         (("ask", "--cache", "{folder}/no.kv", "Why?"), "there is no such file", 3),
     ],
 )
-def test_what_goes_wrong_is_said_in_a_sentence(
+def test_errors_are_one_sentence(
     arguments: tuple[str, ...], message: str, code: int, text: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "empty.txt").write_text(" \n")

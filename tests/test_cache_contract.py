@@ -40,7 +40,7 @@ every_storage = pytest.mark.parametrize("name", STORAGES)
 
 
 class Context:
-    """A cache that holds a padded prompt and three decoded tokens, and the way to go on reading it."""
+    """Cache of a padded prompt and three decoded tokens, with all that is needed to read on."""
 
     def __init__(self, name: str) -> None:
         self.model, self.press = tiny_model("llama"), kvpress.get_press(STORAGES[name])
@@ -55,7 +55,7 @@ class Context:
         return position_ids(self.mask, new)
 
     def read(self, ids: Tensor) -> Tensor:
-        """Read new ids, which stay in the cache; returns their logits."""
+        """Read new ids, which stay in the cache; return their logits."""
         self.mask = grow(self.mask, ids.shape[1])
         with kvpress.reading(self.model, self.press):
             return self.model(
@@ -63,19 +63,19 @@ class Context:
             ).logits
 
     def peek(self, ids: Tensor) -> Tensor:
-        """Logits of ids read one by one and then of four more at once, on a copy."""
+        """Return logits of ids read one by one and then of four more at once, on a copy."""
         twin = self.copy()
         steps = [twin.read(ids[:, i : i + 1]) for i in range(ids.shape[1])]
         return torch.cat([*steps, twin.read(ids[:, :4])], dim=1)
 
     def copy(self) -> Context:
-        """The same, with a cache of its own."""
+        """Return the same context with a copy of its cache."""
         twin = copy.copy(self)
         twin.cache = copy.deepcopy(self.cache)
         return twin
 
     def rows(self, chosen: list[int]) -> Context:
-        """The same cache after a batch operation that left these rows."""
+        """Return the same cache after a batch operation that left these rows."""
         self.mask = self.mask[chosen]
         return self
 
@@ -89,18 +89,18 @@ def _filled(name: str) -> Context:
 
 
 def filled(name: str) -> Context:
-    """A context of a storage, for one test alone."""
+    """Return a context of a storage, for one test alone."""
     return _filled(name).copy()
 
 
 @cache
 def untouched(name: str) -> Tensor:
-    """What a context of a storage says of NEW when nothing was done to it."""
+    """Return logits of NEW in a context of a storage before any operation."""
     return filled(name).peek(NEW)
 
 
-def close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+def close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
 @every_storage
@@ -131,18 +131,18 @@ def test_update_is_that_of_a_dynamic_layer_while_nothing_is_compressed() -> None
     ours, stock = PressLayer(), DynamicLayer()
     for n in (5, 1, 1, 3, 40):
         keys, values = torch.randn(2, 3, n, 8), torch.randn(2, 3, n, 8)
-        for found, expected in zip(ours.update(keys, values), stock.update(keys, values), strict=True):
-            assert torch.equal(found, expected)
+        for actual, expected in zip(ours.update(keys, values), stock.update(keys, values), strict=True):
+            assert torch.equal(actual, expected)
     assert torch.equal(ours.keys, stock.keys)
     assert ours.get_seq_length() == stock.get_seq_length() == 50
 
 
-def test_update_does_not_alias_what_the_model_may_write_to() -> None:
+def test_update_does_not_alias_its_arguments() -> None:
     layer = PressLayer()
-    whole = torch.randn(1, 2, 9, 8)
-    layer.update(whole[:, :, :4], whole[:, :, :4])
+    source = torch.randn(1, 2, 9, 8)
+    layer.update(source[:, :, :4], source[:, :, :4])
     before = layer.keys.clone()
-    whole.zero_()
+    source.zero_()
     assert torch.equal(layer.keys, before)
 
 
@@ -152,7 +152,7 @@ def test_update_does_not_alias_what_the_model_may_write_to() -> None:
      (torch.zeros(2, 2, 1, 4), ValueError), (torch.zeros(1, 2, 1, 8), ValueError)],
     ids=["float64", "int64", "dim", "batch"],
 )  # fmt: skip
-def test_update_refuses_what_does_not_fit(keys: Tensor, error: type[Exception]) -> None:
+def test_update_refuses_wrong_shapes(keys: Tensor, error: type[Exception]) -> None:
     layer = PressLayer()
     layer.update(torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 3, 8))
     with pytest.raises(error, match="this cache holds"):
@@ -293,7 +293,7 @@ def test_moving_a_layer_moves_every_tensor(name: str) -> None:
     context.read(NEW)
     for layer in context.cache.layers:
         layer.store.to("meta")
-        # Lengths stay on the host: they are needed there.
+        # Lengths are read on the host and stay there.
         assert {tensor.device.type for tensor in reachable(layer, skip=Layout)} == {"meta"}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache that was saved and loaded goes on as if nothing had happened, and a file that is not whole is not used."""
+"""A saved and loaded cache goes on as if nothing had happened, and an incomplete file is not used."""
 
 from __future__ import annotations
 
@@ -35,37 +35,37 @@ from tests.models import grow, padded_batch, position_ids, tiny_model, tokens
 LENGTHS = [60, 37]
 
 
-def through_a_file(cache: Any, model: Any, path: Path, **given: Any) -> DynamicCache:
-    kvpress.save(cache, path, model, **given)
+def through_a_file(cache: Any, model: Any, path: Path, **options: Any) -> DynamicCache:
+    kvpress.save(cache, path, model, **options)
     return kvpress.load(path, model)
 
 
 def follow(model: Any, press: Any, cache: Any, mask: Tensor | None, steps: int = 10) -> Tensor:
-    """Logits of given tokens, read one by one behind a cache."""
-    found = []
+    """Return logits of fixed tokens, read one by one behind a cache."""
+    outputs = []
     with kvpress.reading(model, press):
         for step in range(steps):
             mask = grow(mask, 1)
             at = position_ids(mask, 1)
             new = tokens(2 if mask is None else len(mask), 1, seed=step)
-            found.append(model(new, attention_mask=mask, past_key_values=cache, position_ids=at).logits)
-    return torch.cat(found, dim=1)
+            outputs.append(model(new, attention_mask=mask, past_key_values=cache, position_ids=at).logits)
+    return torch.cat(outputs, dim=1)
 
 
 def chosen_cases() -> list[Case]:
-    """Conversations of the fuzz in which every method comes: few, so always the one with the most that are left."""
-    found, left, more = [], set(methods()) - {"none"}, random_cases(0)
-    drawn = {case: reaches(case) for case in ci_cases()}
-    while left:
-        case = max(drawn, key=lambda case: len(left & drawn[case]))
-        new = left & drawn.pop(case)
+    """Return few conversations of the fuzz that use every method: always the one with the most missing methods."""
+    cases, missing, more = [], set(methods()) - {"none"}, random_cases(0)
+    candidates = {case: reaches(case) for case in ci_cases()}
+    while missing:
+        case = max(candidates, key=lambda case: len(missing & candidates[case]))
+        new = missing & candidates.pop(case)
         if not new:
             case = next(more)
-            drawn[case] = reaches(case)
+            candidates[case] = reaches(case)
         elif not refused(case):
-            found.append(case)
-            left -= new
-    return found
+            cases.append(case)
+            missing -= new
+    return cases
 
 
 CASES = chosen_cases()
@@ -73,26 +73,26 @@ CASES = chosen_cases()
 
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_every_press_goes_on_in_a_later_turn_as_if_its_cache_had_not_been_saved(number: int, tmp_path: Path) -> None:
-    """Conversations of the fuzz: every method with all others, codecs and selectors, models, batches and padding."""
+    """Conversations of the fuzz combine every method with others, codecs, selectors, models, batches and padding."""
     case = replace(CASES[number], turns="reading" if number % 2 else "2", beams=1)
     tree = tree_of(case.spec, case.family)
-    found = begin(case, tree)
-    found.turn()
-    twin = found.copy()
-    twin.cache = through_a_file(found.cache, found.model, tmp_path / "cache.kv")
-    assert positions(twin.cache) == positions(found.cache)
-    for one in (found, twin):
+    talk = begin(case, tree)
+    talk.turn()
+    twin = talk.copy()
+    twin.cache = through_a_file(talk.cache, talk.model, tmp_path / "cache.kv")
+    assert positions(twin.cache) == positions(talk.cache)
+    for conversation in (talk, twin):
         torch.manual_seed(case.seed)
-        one.turn()
-    assert torch.equal(logits_of(twin), logits_of(found))
-    assert positions(twin.cache) == positions(found.cache)
+        conversation.turn()
+    assert torch.equal(logits_of(twin), logits_of(talk))
+    assert positions(twin.cache) == positions(talk.cache)
 
 
 @pytest.mark.parametrize(
     ("family", "spec"),
     [
         *((family, spec) for family in ("llama", "gemma3_text", "qwen3_next", "gpt_oss") for spec in STORAGES.values()),
-        ("mistral", "none"),  # all of whose layers slide
+        ("mistral", "none"),  # all of its layers slide
     ],
 )
 def test_layers_of_all_kinds_are_kept(family: str, spec: str, tmp_path: Path) -> None:
@@ -107,19 +107,19 @@ def test_layers_of_all_kinds_are_kept(family: str, spec: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("spec", STORAGES.values(), ids=STORAGES)
-def test_a_file_is_as_large_as_what_is_held(spec: str, tmp_path: Path) -> None:
+def test_a_file_is_as_large_as_its_cache(spec: str, tmp_path: Path) -> None:
     model, press = tiny_model("llama"), kvpress.get_press(spec)
     cache = prefill(model, press, tokens(2, 400))
-    held = kvpress.memory_report(cache).total_bytes
+    total = kvpress.memory_report(cache).total_bytes
     info = kvpress.save(cache, tmp_path / "cache.kv", model, press)
     assert info.file_bytes == (tmp_path / "cache.kv").stat().st_size
-    assert 0.99 * held <= info.file_bytes - info.header_bytes <= 1.01 * held
+    assert 0.99 * total <= info.file_bytes - info.header_bytes <= 1.01 * total
     loaded = kvpress.memory_report(kvpress.load(tmp_path / "cache.kv", model))
-    assert loaded.total_bytes == pytest.approx(held, rel=0.01)
-    assert (info.memory_bytes, info.kept, info.seen) == (held, loaded.kept, loaded.seen)
+    assert loaded.total_bytes == pytest.approx(total, rel=0.01)
+    assert (info.memory_bytes, info.kept, info.seen) == (total, loaded.kept, loaded.seen)
 
 
-def test_what_all_layers_have_in_common_is_written_once_and_common_again(tmp_path: Path) -> None:
+def test_tensors_shared_by_layers_are_written_once_and_shared_again(tmp_path: Path) -> None:
     model, tokenizer = kvpress.load_model("reference")
     press = kvpress.get_press("cq:bits=8,coupled=4,residual_length=16")
     ids = tokenizer(["The code for tiger is 4837. " * 40] * 2, return_tensors="pt").input_ids
@@ -129,9 +129,9 @@ def test_what_all_layers_have_in_common_is_written_once_and_common_again(tmp_pat
     coded = [part for layer in loaded.layers for part in layer.store.segments if isinstance(part, CodedSegment)]
     assert len(coded) == len(loaded.layers)
     assert all(part.rotation is not None and part.rotation.angles is angles for part in coded)
-    sizes = [kvpress.memory_report(each).total_bytes for each in (cache, loaded)]
+    sizes = [kvpress.memory_report(stored).total_bytes for stored in (cache, loaded)]
     assert 0.95 * sizes[0] < sizes[1] <= sizes[0]
-    # Segments of a layer can be joined only while they have one book.
+    # Segments of a layer can be joined only while they share one codebook.
     assert torch.equal(follow(model, press, loaded, None, 70), follow(model, press, cache, None, 70))
     assert [len(layer.store.segments) for layer in loaded.layers] == [
         len(layer.store.segments) for layer in cache.layers
@@ -166,10 +166,10 @@ def test_another_process_answers_alike(tmp_path: Path) -> None:
         "The code for tiger is 2951. " * 9,
     ]
     inputs = tokenizer(texts, return_tensors="pt", padding=True)
-    asked = tokenizer(
+    questions = tokenizer(
         [" Question: what is the code for tiger? Answer:"] * 2, return_tensors="pt", add_special_tokens=False
     )
-    ids, mask = (torch.cat([inputs[n], asked[n]], dim=1) for n in ("input_ids", "attention_mask"))
+    ids, mask = (torch.cat([inputs[n], questions[n]], dim=1) for n in ("input_ids", "attention_mask"))
     paths, expected = [], []
     for number, spec in enumerate(
         ("frontier:smaller=4", "adakv(snapkv:0.5) + kivi:bits=4,residual_length=32", "quest:budget=64")
@@ -190,7 +190,7 @@ def test_another_process_answers_alike(tmp_path: Path) -> None:
 
 
 def small(tmp_path: Path, spec: str = STORAGES["composed"]) -> tuple[Any, DynamicCache, Path]:
-    """A model, a cache of it, and the file that the cache was saved to."""
+    """Return a model, a cache of it, and the file that the cache was saved to."""
     model, press = tiny_model("llama"), kvpress.get_press(spec)
     cache, path = prefill(model, press, tokens(2, 60)), tmp_path / "cache.kv"
     kvpress.save(cache, path, model, press)
@@ -199,13 +199,13 @@ def small(tmp_path: Path, spec: str = STORAGES["composed"]) -> tuple[Any, Dynami
 
 def test_any_reader_of_safetensors_reads_it_layer_by_layer(tmp_path: Path) -> None:
     _, cache, path = small(tmp_path)
-    found = load_file(path)
-    assert torch.equal(found["layers.2.store.window.keys"], cache.layers[2].store.window.filled_keys)
-    held = [name for name in found if name.startswith("layers.")]
-    assert held
+    tensors = load_file(path)
+    assert torch.equal(tensors["layers.2.store.window.keys"], cache.layers[2].store.window.filled_keys)
+    names = [name for name in tensors if name.startswith("layers.")]
+    assert names
     text = path.read_bytes()
     table = json.loads(text[8 : 8 + int.from_bytes(text[:8], "little")])
-    placed = {name: said["data_offsets"][0] for name, said in table.items() if name.startswith("layers.")}
+    placed = {name: entry["data_offsets"][0] for name, entry in table.items() if name.startswith("layers.")}
     order = [int(name.split(".")[1]) for name in sorted(placed, key=lambda name: (placed[name], name))]
     assert order == sorted(order)
 
@@ -226,14 +226,14 @@ def test_loading_maps_the_file_and_leaves_it_as_it_is(tmp_path: Path) -> None:
 
 
 def data(content: bytes) -> bytes:
-    """What follows the header of a file."""
+    """Return the content of a file behind its header."""
     return content[8 + int.from_bytes(content[:8], "little") :]
 
 
 def test_tensors_are_written_in_pieces_whatever_their_strides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(container, "CHUNK", 100)
-    whole = torch.randn(3, 5, 7, 4)
-    for tensor in (whole, whole.transpose(1, 2), whole[:, :, 2:6], whole[..., 1], whole[0, 0, 0, 0], whole[:0]):
+    source = torch.randn(3, 5, 7, 4)
+    for tensor in (source, source.transpose(1, 2), source[:, :, 2:6], source[..., 1], source[0, 0, 0, 0], source[:0]):
         pieces = [bytes(piece) for piece in container._pieces(tensor)]
         assert b"".join(pieces) == bytes(container.view_of(tensor.contiguous()))
         assert all(len(piece) <= 100 for piece in pieces)
@@ -250,20 +250,26 @@ def test_saving_changes_nothing_and_may_be_repeated(tmp_path: Path) -> None:
 
 def test_every_cut_and_every_changed_byte_is_noticed(tmp_path: Path) -> None:
     model, _, path = small(tmp_path)
-    whole = path.read_bytes()
-    begin_of_data = 8 + int.from_bytes(whole[:8], "little")
-    for length in (0, 5, 8, 100, begin_of_data - 1, begin_of_data, begin_of_data + 1000, len(whole) - 1):
-        path.write_bytes(whole[:length])
+    content = path.read_bytes()
+    begin_of_data = 8 + int.from_bytes(content[:8], "little")
+    for length in (0, 5, 8, 100, begin_of_data - 1, begin_of_data, begin_of_data + 1000, len(content) - 1):
+        path.write_bytes(content[:length])
         with pytest.raises(ValueError, match=r"cut off|not a file of kvpress"):
             kvpress.load(path, model)
-    for place in [3, 9, 200, begin_of_data // 2, *range(begin_of_data, len(whole), (len(whole) - begin_of_data) // 40)]:
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+    for place in [
+        3,
+        9,
+        200,
+        begin_of_data // 2,
+        *range(begin_of_data, len(content), (len(content) - begin_of_data) // 40),
+    ]:
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
         with pytest.raises(ValueError, match=r"damaged|not a file|cut off"):
             kvpress.load(path, model)
-    path.write_bytes(whole + b"x")
+    path.write_bytes(content + b"x")
     with pytest.raises(ValueError, match="something behind it"):
         kvpress.load(path, model)
-    path.write_bytes(whole)
+    path.write_bytes(content)
     kvpress.load(path, model)
 
 
@@ -272,10 +278,10 @@ def test_foreign_and_later_files_are_refused_by_a_sentence(tmp_path: Path, monke
     weights = Path(kvpress.reference_path()) / "model.safetensors"
     with pytest.raises(ValueError, match="holds no cache of kvpress"):
         kvpress.load(weights, model)
-    other = tmp_path / "notes.txt"
-    other.write_text("a text about nothing at all")
+    notes = tmp_path / "notes.txt"
+    notes.write_text("a text about nothing at all")
     with pytest.raises(ValueError, match="not a file of kvpress"):
-        kvpress.load(other, model)
+        kvpress.load(notes, model)
     with pytest.raises(FileNotFoundError, match=r"kvpress\.save writes one"):
         kvpress.load(tmp_path / "missing.kv", model)
     with pytest.raises(IsADirectoryError, match="this is a folder"):
@@ -293,16 +299,16 @@ def test_a_file_that_goes_while_it_is_read_is_missing(tmp_path: Path) -> None:
             container._header_of(file, path)
 
 
-def test_another_model_is_refused_and_what_differs_is_named(tmp_path: Path) -> None:
+def test_another_model_is_refused_and_the_difference_named(tmp_path: Path) -> None:
     model, cache, path = small(tmp_path)
     with pytest.raises(ValueError, match=r"architecture 'LlamaForCausalLM' \(here 'Qwen3ForCausalLM'\)"):
         kvpress.load(path, tiny_model("qwen3"))
     with pytest.raises(ValueError, match="differs from this model in weights"):
         kvpress.load(path, tiny_model("llama", seed=1))
-    other = copy.deepcopy(model)
-    other.config.rope_parameters = {**other.config.rope_parameters, "rope_theta": 5e5}
+    changed = copy.deepcopy(model)
+    changed.config.rope_parameters = {**changed.config.rope_parameters, "rope_theta": 5e5}
     with pytest.raises(ValueError, match="rope_parameters"):
-        kvpress.load(path, other)
+        kvpress.load(path, changed)
     with pytest.raises(ValueError, match=r"load it with dtype=torch\.float32"):
         kvpress.load(path, copy.deepcopy(model).to(torch.bfloat16))
     with pytest.raises(ValueError, match=r"2 kv heads of 32, and this model has 2 of 16"):
@@ -316,20 +322,20 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     )
     kvpress.save(cache, tmp_path / "cache.kv", model, tokenizer=tokenizer)
     kvpress.load(tmp_path / "cache.kv", model, tokenizer=tokenizer)
-    other = copy.deepcopy(tokenizer)
-    other.add_tokens(["tigerlike"])
+    changed = copy.deepcopy(tokenizer)
+    changed.add_tokens(["tigerlike"])
     with pytest.raises(ValueError, match="another tokenizer"):
-        kvpress.load(tmp_path / "cache.kv", model, tokenizer=other)
+        kvpress.load(tmp_path / "cache.kv", model, tokenizer=changed)
 
 
 class Unnamed(kvpress.ScorerPress):
-    """A press that a spec cannot name."""
+    """Press that a spec cannot name."""
 
     def scores(self, view: Any) -> Tensor:
         return view.values.norm(dim=-1)
 
 
-def test_what_cannot_be_saved_is_said_before_anything_is_written(tmp_path: Path) -> None:
+def test_an_unsaveable_cache_is_refused_before_writing(tmp_path: Path) -> None:
     model, cache, old = small(tmp_path)
     path = tmp_path / "other.kv"
     with pytest.raises(ValueError, match="the cache is empty"):
@@ -356,7 +362,7 @@ def test_what_cannot_be_saved_is_said_before_anything_is_written(tmp_path: Path)
     assert list(tmp_path.iterdir()) == [old]
 
 
-def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, cache, path = small(tmp_path)
     before = path.read_bytes()
     usage = shutil.disk_usage(tmp_path)
@@ -399,7 +405,7 @@ def test_two_writers_of_one_file_leave_a_whole_one(tmp_path: Path) -> None:
 
 
 class Newest(Observer):
-    """The newest query, in an observer that a user wrote."""
+    """Keeps the newest query: an observer of a user."""
 
     state_names = ("query",)
 
@@ -438,7 +444,7 @@ def test_packed_numbers_come_back_bit_by_bit(tmp_path: Path) -> None:
     assert torch.equal(follow(model, press, loaded, None), follow(model, press, cache, None))
 
 
-def test_what_packing_needs_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_names_missing_requirements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, cache, path = small(tmp_path)
     monkeypatch.setattr(container, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install 'kvpress-toolkit\[zstd\]'"):

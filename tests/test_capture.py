@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replayed decode steps give the tokens that steps run one by one give, and nothing on the host takes part in them.
+"""Replayed decode steps give the same tokens as eager steps, and use no value of the host.
 
-No GPU is needed: `Tape` stands in for CUDA graphs.
+No GPU is needed: `Tape` replaces CUDA graphs.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def test_same_tokens_and_same_cache(family: str, spec: str, prompt: Any, monkeyp
     with press(model):
         expected = generate(model, *prompt)
     with session(press, model, recorder=recorder):
-        found = generate(model, *prompt)
-    assert torch.equal(found.sequences, expected.sequences)
-    assert_same_caches(found.past_key_values, expected.past_key_values)
+        output = generate(model, *prompt)
+    assert torch.equal(output.sequences, expected.sequences)
+    assert_same_caches(output.past_key_values, expected.past_key_values)
     assert recorder.recorded > 1, "no window grew and no tile was encoded"
     assert recorder.replayed >= STEPS - recorder.warmed >= STEPS - 15
 
@@ -50,33 +50,33 @@ def test_same_tokens_and_same_cache(family: str, spec: str, prompt: Any, monkeyp
 def test_sampling_and_several_sequences() -> None:
     model, press = model_of("llama"), kvpress.get_press(SPECS["snapkv"])
     settings = {"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 20}
-    found = []
+    sequences = []
     for recorder in (None, TapeRecorder()):
         torch.manual_seed(3)
         with session(press, model, recorder=recorder):
-            found.append(generate(model, *PROMPTS["padded"], **settings).sequences)
-    assert torch.equal(*found)
+            sequences.append(generate(model, *PROMPTS["padded"], **settings).sequences)
+    assert torch.equal(*sequences)
 
 
 def test_reading_a_compressed_context() -> None:
     model, press = model_of("llama"), kvpress.get_press(SPECS["ragged"])
     context, question = tokens(1, 40), tokens(1, 6, seed=5)
     ids = torch.cat([context, question], dim=1)
-    found = []
+    sequences = []
     for recorder in (None, TapeRecorder()):
         cache = DynamicCache(config=model.config)
         with press(model):
             model(context, past_key_values=cache)
         with session(kvpress.NonePress(), model, evict=False, recorder=recorder):
-            found.append(generate(model, ids, None, past_key_values=cache).sequences)
-    assert torch.equal(*found)
+            sequences.append(generate(model, ids, None, past_key_values=cache).sequences)
+    assert torch.equal(*sequences)
 
 
-# -- what a replayed step depends on --------------------------------------------------------------------------
+# -- dependencies of a replayed step --------------------------------------------------------------------------
 
 
 def test_a_recorded_step_runs_again_without_the_host() -> None:
-    """Ten tokens through the recorded step alone, while every counter of the host stands still."""
+    """Ten tokens through the recorded step alone, without any counter of the host."""
     model, press = model_of("qwen3"), kvpress.get_press(SPECS["ragged"])
     ids, mask = PROMPTS["padded"]
     new = tokens(3, 12, seed=8)
@@ -94,32 +94,32 @@ def test_a_recorded_step_runs_again_without_the_host() -> None:
         expected = [read(caches[0], t) for t in range(12)]
     with session(press, model, recorder=TapeRecorder()) as opened:
         model(ids, attention_mask=mask, past_key_values=caches[1])
-        found = [read(caches[1], t) for t in range(2)]
+        replayed = [read(caches[1], t) for t in range(2)]
         replay, seen = opened.captured.replay, caches[1].get_seq_length()
         for t in range(2, 12):
             replay.inputs["input_ids"].copy_(new[:, t : t + 1])
             replay.inputs["position_ids"].copy_(positions + t)
-            found.append(replay.replay()["logits"].clone())
+            replayed.append(replay.replay()["logits"].clone())
         assert caches[1].get_seq_length() == seen
-    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, replayed, expected))
 
 
 def test_outputs_are_the_callers_to_keep() -> None:
     model, press = model_of("llama"), kvpress.get_press("none")
-    found = []
+    logits = []
     for recorder in (None, TapeRecorder()):
         with session(press, model, recorder=recorder):
             cache = model(tokens(1, 20), use_cache=True).past_key_values
             outputs = [model(tokens(1, 1, seed=t), past_key_values=cache) for t in range(6)]
         assert all(output.past_key_values is cache for output in outputs)
-        found.append(torch.cat([output.logits for output in outputs]))
-    assert torch.equal(*found)
+        logits.append(torch.cat([output.logits for output in outputs]))
+    assert torch.equal(*logits)
     assert type(outputs[-1]) is type(outputs[0])
 
 
 @pytest.mark.parametrize("spec", ["off", "kivi-quest", "ragged"])
 def test_calls_that_are_no_plain_step_fall_in_between(spec: str) -> None:
-    """A turn, hidden tokens, other rows and another cache, each between steps that are replayed."""
+    """A turn, hidden tokens, other rows and another cache, each between replayed steps."""
     model, press = model_of("llama"), kvpress.get_press(SPECS[spec])
     ids, mask = PROMPTS["padded"]
 
@@ -160,21 +160,21 @@ def test_calls_that_are_no_plain_step_fall_in_between(spec: str) -> None:
     with press(model):
         expected = conversation()
     with session(press, model, recorder=recorder):
-        found = conversation()
+        captured = conversation()
     assert recorder.replayed >= 8
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(captured, expected, strict=True):
         assert torch.equal(ours, theirs)
 
 
 def test_a_captured_cache_lives_on_without_capture() -> None:
     model, press = model_of("llama"), kvpress.get_press(SPECS["kivi"])
-    found = []
+    sequences = []
     for recorder in (None, TapeRecorder()):
         with session(press, model, recorder=recorder):
             first = generate(model, *PROMPTS["one"], max_new_tokens=7)
         with press(model):
-            found.append(generate(model, first.sequences, None, past_key_values=first.past_key_values).sequences)
-    assert torch.equal(*found)
+            sequences.append(generate(model, first.sequences, None, past_key_values=first.past_key_values).sequences)
+    assert torch.equal(*sequences)
 
 
 def test_a_generate_leaves_no_cache_behind() -> None:
@@ -199,7 +199,7 @@ def test_memory_of_the_counters_is_reported() -> None:
 
 @pytest.mark.parametrize("blocks", [1, 2], ids=["one block", "a block each"])
 def test_threads_replay_steps_of_their_own(blocks: int) -> None:
-    """One after the other: a tape records whatever runs meanwhile, in other threads too."""
+    """One thread after another: a tape records everything that runs meanwhile, in other threads too."""
     model, press = model_of("llama"), kvpress.get_press(SPECS["kivi"])
     prompts = [tokens(1, 30), tokens(2, 22, seed=1)]
 
@@ -208,8 +208,8 @@ def test_threads_replay_steps_of_their_own(blocks: int) -> None:
         return model(ids, use_cache=True).past_key_values
 
     @torch.no_grad()
-    def step(ids: Tensor, held: Any, number: int) -> Tensor:
-        return model(tokens(len(ids), 1, seed=number), past_key_values=held).logits
+    def step(ids: Tensor, cache: Any, number: int) -> Tensor:
+        return model(tokens(len(ids), 1, seed=number), past_key_values=cache).logits
 
     with press(model):
         caches = [start(ids) for ids in prompts]
@@ -223,30 +223,30 @@ def test_threads_replay_steps_of_their_own(blocks: int) -> None:
         if blocks == 1:
             stack.enter_context(opened[0])
         caches = [pool.submit(start, ids).result() for pool, ids in zip(pools, prompts, strict=True)]
-        found = [
-            pool.submit(step, ids, held, n).result()
+        replayed = [
+            pool.submit(step, ids, cache, n).result()
             for n in range(12)
-            for pool, ids, held in zip(pools, prompts, caches, strict=True)
+            for pool, ids, cache in zip(pools, prompts, caches, strict=True)
         ]
         for pool, block in zip(pools, opened if blocks > 1 else [], strict=False):
             pool.submit(block.__exit__, None, None, None).result()
-    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, replayed, expected))
     assert sum(recorder.replayed for recorder in recorders) >= 12
 
 
 def test_a_captured_cache_goes_from_mode_to_mode() -> None:
     model, press = model_of("llama"), kvpress.get_press(SPECS["snapkv"])
-    found = []
+    runs = []
     for recorder in (None, TapeRecorder()):
-        logits, held = [], DynamicCache(config=model.config)
+        logits, cache = [], DynamicCache(config=model.config)
         with session(press, model, recorder=recorder):
             for n, mode in enumerate((torch.inference_mode, torch.no_grad, torch.inference_mode, torch.no_grad)):
                 with mode():
                     for part in range(5):
                         new = tokens(1, 1 if n or part else 30, seed=10 * n + part)
-                        logits.append(model(new, past_key_values=held).logits.clone())
-        found.append(torch.cat(logits, dim=1))
-    assert torch.equal(*found)
+                        logits.append(model(new, past_key_values=cache).logits.clone())
+        runs.append(torch.cat(logits, dim=1))
+    assert torch.equal(*runs)
 
 
 # -- on a GPU -------------------------------------------------------------------------------------------------
@@ -261,5 +261,5 @@ def test_graphs_give_the_same_tokens(spec: str, prompt: str) -> None:
     with press(model):
         expected = generate(model, ids, mask)
     with press(model, capture=True):
-        found = generate(model, ids, mask)
-    assert torch.equal(found.sequences, expected.sequences)
+        output = generate(model, ids, mask)
+    assert torch.equal(output.sequences, expected.sequences)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models, presses and ways of generating whose decode steps cannot be replayed are refused."""
+"""Models, presses and ways of generation whose decode steps cannot be replayed are refused."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ LONGROPE = {
 }
 
 
-@pytest.mark.parametrize(("kind", "rest"), [("dynamic", {}), ("longrope", LONGROPE)])
-def test_positions_that_change_on_the_host_are_refused(kind: str, rest: dict[str, Any]) -> None:
-    settings = {**COMMON, "rope_parameters": {"rope_type": kind, "factor": 2.0, "rope_theta": 10000.0, **rest}}
+@pytest.mark.parametrize(("kind", "extra"), [("dynamic", {}), ("longrope", LONGROPE)])
+def test_positions_that_change_on_the_host_are_refused(kind: str, extra: dict[str, Any]) -> None:
+    settings = {**COMMON, "rope_parameters": {"rope_type": kind, "factor": 2.0, "rope_theta": 10000.0, **extra}}
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**settings)).eval()
     refused(model, kvpress.get_press("none"), "rotary embedding.*capture=False")
 

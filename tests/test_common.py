@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that begin alike hold what they have in common once, and go on as rows of their own."""
+"""Rows with a common prefix store it once, and go on as separate rows."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def in_common(cache: Any) -> list[CommonSegment]:
     return [part for store in stores for part in store.sealed if isinstance(part, CommonSegment)]
 
 
-def asked(model: Any, press: Any, cache: Any, mask: Tensor, ids: Tensor) -> Tensor:
-    """Read ids and eight answers to them; returns these."""
+def answer(model: Any, press: Any, cache: Any, mask: Tensor, ids: Tensor) -> Tensor:
+    """Read ids and generate eight tokens; return these."""
     with kvpress.reading(model, press):
-        found: Tensor = generate(model, ids, grow(mask, ids.shape[1]), past_key_values=cache).sequences
-    return found[:, ids.shape[1] :]
+        sequences: Tensor = generate(model, ids, grow(mask, ids.shape[1]), past_key_values=cache).sequences
+    return sequences[:, ids.shape[1] :]
 
 
 @stored
@@ -54,9 +54,9 @@ def test_questions_about_one_text_are_answered_as_each_alone(spec: str) -> None:
     questions = tokens(5, 6, seed=3)
     alone = []
     for row, question in zip(order.tolist(), questions, strict=True):
-        own = copy.deepcopy(cache)
-        own.batch_select_indices(torch.tensor([row]))
-        alone.append(asked(model, press, own, mask[[row]], question[None]))
+        copied = copy.deepcopy(cache)
+        copied.batch_select_indices(torch.tensor([row]))
+        alone.append(answer(model, press, copied, mask[[row]], question[None]))
     before = kvpress.memory_report(cache)
     cache.batch_select_indices(order)
     assert in_common(cache)
@@ -64,13 +64,13 @@ def test_questions_about_one_text_are_answered_as_each_alone(spec: str) -> None:
     window = max(layer.store.window.length for layer in cache.layers)
     dense = 3 * 3 * 2 * 2 * 32 * 4 * (window + 64)  # layers x new rows x heads x (keys, values) x channels x bytes
     assert grown <= dense + before.components.get("scores", 0) * 2 + 2**14
-    assert torch.equal(asked(model, press, cache, mask[order], questions), torch.cat(alone))
+    assert torch.equal(answer(model, press, cache, mask[order], questions), torch.cat(alone))
 
 
 @pytest.mark.parametrize("settings", [{"num_beams": 3}, {"num_return_sequences": 3, "do_sample": True}], ids=str)
 @pytest.mark.parametrize("spec", ["none", "snapkv:0.5,window_size=4", f"adakv(snapkv:0.5,window_size=4) + {CODEC}"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
-def test_what_generate_makes_of_a_prompt_is_held_once(
+def test_a_prompt_that_generate_repeats_is_stored_once(
     family: str, spec: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, press = tiny_model(family, "eager" if family == "gpt_oss" else "sdpa"), kvpress.get_press(spec)
@@ -81,15 +81,15 @@ def test_what_generate_makes_of_a_prompt_is_held_once(
         with press(model) as session:
             return generate(model, ids, mask, **settings).sequences, session.cache
 
-    found, cache = answers()
+    answered, cache = answers()
     assert in_common(cache)
     monkeypatch.setattr(common, "LEAST", 10**9)
     expected, copied = answers()
     assert not in_common(copied)
-    assert torch.equal(found, expected)
+    assert torch.equal(answered, expected)
     assert positions(cache) == positions(copied)
-    held, copies = (kvpress.memory_report(each).total_bytes for each in (cache, copied))
-    assert held < 0.85 * copies
+    shared, copies = (kvpress.memory_report(stored).total_bytes for stored in (cache, copied))
+    assert shared < 0.85 * copies
 
 
 def test_short_and_observed_pairs_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +107,7 @@ def test_short_and_observed_pairs_are_copied(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @stored
-def test_what_no_row_has_any_more_is_freed(spec: str) -> None:
+def test_pairs_of_no_row_are_freed(spec: str) -> None:
     model, press = tiny_model("llama"), kvpress.get_press(spec)
     cache = prefill(model, press, tokens(3, 60))
     lone = copy.deepcopy(cache)
@@ -117,8 +117,8 @@ def test_what_no_row_has_any_more_is_freed(spec: str) -> None:
     lone.batch_select_indices(torch.tensor([2]))
     assert not in_common(cache)
     assert positions(cache) == positions(lone)
-    held, expected = (kvpress.memory_report(each).total_bytes for each in (cache, lone))
-    assert held <= expected + 3 * 64  # places of streams
+    shared, expected = (kvpress.memory_report(compressed).total_bytes for compressed in (cache, lone))
+    assert shared <= expected + 3 * 64  # offsets of streams
 
 
 @stored
@@ -126,21 +126,21 @@ def test_copies_branches_and_files_hold_it_once_too(spec: str, tmp_path: Path) -
     model, press = tiny_model("llama"), kvpress.get_press(spec)
     cache = prefill(model, press, tokens(2, 60))
     cache.batch_repeat_interleave(3)
-    held = kvpress.memory_report(cache).total_bytes
+    total = kvpress.memory_report(cache).total_bytes
     kvpress.save(cache, tmp_path / "cache.kv", model, press=press)
     loaded = kvpress.load(tmp_path / "cache.kv", model)
-    assert kvpress.memory_report(loaded).total_bytes <= 1.02 * held
+    assert kvpress.memory_report(loaded).total_bytes <= 1.02 * total
     assert len(in_common(loaded)) == len(in_common(cache))
     mask, question = torch.ones(6, 60, dtype=torch.int64), tokens(6, 4, seed=5)
     branch = kvpress.branch(cache)
-    answers = [asked(model, press, each, mask, question) for each in (cache, branch, loaded)]
+    answers = [answer(model, press, twin, mask, question) for twin in (cache, branch, loaded)]
     assert torch.equal(answers[0], answers[1])
     assert torch.equal(answers[0], answers[2])
 
 
 @pytest.mark.parametrize("rows", [1, 7, 40])
 def test_attention_is_that_of_copies(rows: int) -> None:
-    """As many queries as kernels take at a time, and more; streams that are few rows, and many."""
+    """As many queries as kernels take at a time, and more; few streams and many."""
     model = tiny_model("llama")
     cache = prefill(model, kvpress.get_press("adakv(snapkv:0.5,window_size=4)"), tokens(3, 60))
     cache.batch_select_indices(torch.tensor([2, 0, 0, 1, 2, 0, 0, 2] * 5))
@@ -148,6 +148,6 @@ def test_attention_is_that_of_copies(rows: int) -> None:
         queries = torch.randn(part.layout.streams, rows, 32)
         hidden = torch.rand(part.layout.total) < 0.3
         for leaving_out in (None, hidden):
-            found = part.attend(queries, Logits(0.2), leaving_out)
-            for ours, theirs in zip(found, part.own().attend(queries, Logits(0.2), leaving_out), strict=True):
+            shared = part.attend(queries, Logits(0.2), leaving_out)
+            for ours, theirs in zip(shared, part.own().attend(queries, Logits(0.2), leaving_out), strict=True):
                 torch.testing.assert_close(ours, theirs)

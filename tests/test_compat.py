@@ -27,7 +27,7 @@ from tests.models import padded_batch, position_ids, tiny_model, tokens
 
 @dataclass
 class ValueNormPress(ScorerPress):
-    """As a user would write it: no call of `super().__post_init__`."""
+    """Written as a user would: without a call of `super().__post_init__`."""
 
     power: float = 1.0
 
@@ -42,7 +42,7 @@ class ValueNormPress(ScorerPress):
 
 
 class QueryPress(ScorerPress):
-    """Projects the hidden states itself, as many of its presses do."""
+    """Projects the hidden states itself, as many presses of NVIDIA kvpress do."""
 
     def score(self, module, hidden_states, keys, values, attentions, kwargs):
         groups = module.config.num_attention_heads // keys.shape[1]
@@ -60,7 +60,7 @@ class EveryOtherPress(BasePress):
 
 
 class AveragePress(BasePress):
-    """Rewrites values, so that positions cannot be told from them."""
+    """Rewrites values, so that they do not reveal positions."""
 
     def compress(self, module, hidden_states, keys, values, attentions, kwargs):
         return keys[:, :, :10], values[:, :, :10] * 0.5
@@ -82,7 +82,7 @@ def test_a_users_scorer(press: ScorerPress) -> None:
     assert cache.get_seq_length() == 41
 
 
-def test_a_users_scorer_keeps_what_it_says() -> None:
+def test_a_users_scorer_keeps_its_best_pairs() -> None:
     model, ids = tiny_model("llama"), tokens(2, 41)
     values = model(ids, use_cache=True).past_key_values.layers[0].values
     positions = kvpress.kept_positions(run(ValueNormPress(0.5), ids))[0]
@@ -94,8 +94,8 @@ def test_a_users_scorer_never_sees_padding() -> None:
     ids, mask = padded_batch([41, 17])
     together = kvpress.kept_positions(run(QueryPress(0.5), ids, mask))
     alone = kvpress.kept_positions(run(QueryPress(0.5), ids[1:, -17:]))
-    for layer, own in zip(together, alone, strict=True):
-        for head, kept in zip(layer[1], own[0], strict=True):
+    for layer, single in zip(together, alone, strict=True):
+        for head, kept in zip(layer[1], single[0], strict=True):
             assert torch.equal(head - 24, kept)
 
 
@@ -205,15 +205,15 @@ SIGNATURES: dict[str, tuple[tuple[str, Any], ...]] = {
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_constructors_have_the_order_and_the_defaults_of_the_peer(name: str) -> None:
     kind, arguments = getattr(kvpress, name), SIGNATURES[name]
-    given = [value for _, value in arguments]
+    values = [value for _, value in arguments]
     required = {argument: value for argument, value in arguments if argument in ("press", "base_press")}
-    assert kind(*given) == kind(**dict(arguments)) == kind(**required)
+    assert kind(*values) == kind(**dict(arguments)) == kind(**required)
     for argument, value in arguments:
-        assert argument == "compression_ratio" or getattr(kind(*given), argument) == value
+        assert argument == "compression_ratio" or getattr(kind(*values), argument) == value
 
 
 def test_attributes_that_its_evaluation_sets() -> None:
-    """What `evaluate.py` writes to a press before it is used."""
+    """`evaluate.py` sets these attributes before it uses a press."""
     settings: list[tuple[Any, str, Any]] = [
         (kvpress.DMSPress(KnormPress()), "threshold", -3.0),
         (kvpress.DuoAttentionPress(on_the_fly_scoring=True), "head_compression_ratio", 0.5),
@@ -247,9 +247,9 @@ def test_the_names_of_its_attention_patch() -> None:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_modules_of_the_peer_can_be_imported(module: str) -> None:
-    found = importlib.import_module(f"kvpress.presses.{module}")
-    assert getattr(kvpress.presses, module) is found
-    assert found.BasePress is BasePress
+    imported = importlib.import_module(f"kvpress.presses.{module}")
+    assert getattr(kvpress.presses, module) is imported
+    assert imported.BasePress is BasePress
     with pytest.raises(ImportError, match="cannot import name 'NoSuchPress'"):
         exec(f"from kvpress.presses.{module} import NoSuchPress")  # noqa: S102 - our own text
 
@@ -291,20 +291,20 @@ def test_a_wrapper_with_scores_counts_as_a_scorer() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "olmo2", "smollm3"])
 def test_vectors_before_the_rotary_embedding_are_the_models_own(family: str) -> None:
-    """They are unrotated where the rotary embedding has no angle: for the first token, and at any place in one of them."""
-    model, found = tiny_model(family), {}
+    """They equal the stored keys of the first token, whose angle is 0, and have the norms of all stored keys."""
+    model, by_layer = tiny_model(family), {}
 
     class Asking(BasePress):
         def compress(self, module, hidden_states, keys, values, attentions, kwargs):
             queries = get_prerope_query_states(module, hidden_states)
-            found[module.layer_idx] = queries, get_prerope_key_states(module, hidden_states), keys
+            by_layer[module.layer_idx] = queries, get_prerope_key_states(module, hidden_states), keys
             alone = [get_prerope_key_states(module, hidden_states[:, i : i + 1]) for i in range(6)]
-            torch.testing.assert_close(torch.cat(alone, dim=2), found[module.layer_idx][1], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(torch.cat(alone, dim=2), by_layer[module.layer_idx][1], atol=1e-5, rtol=1e-5)
             return keys, values
 
     with Asking()(model):
         model(tokens(2, 6), past_key_values=DynamicCache())
-    for queries, keys, stored in found.values():
+    for queries, keys, stored in by_layer.values():
         assert queries.shape == (2, 4, *keys.shape[2:])
         torch.testing.assert_close(keys[:, :, 0], stored[:, :, 0])
         torch.testing.assert_close(keys.norm(dim=-1), stored.norm(dim=-1))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model that was compiled compresses as it does without, whichever way it was compiled."""
+"""A compiled model compresses as the plain model does, with each way of compiling it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The comparison with other runtimes on a CPU: what is missing says so, nobody waits for ever, ratios mean what they say."""
+"""Comparison with other runtimes on a CPU: missing runtimes are reported, waits end, and ratios are right."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MISSING = ("onnxruntime", "openvino", "gguf")
 
 @pytest.fixture
 def no_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without peers, whatever is installed on this one."""
+    """Machine without other runtimes, even where some are installed."""
     for name in MISSING:
         (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError(\"No module named '{name}'\")\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -47,7 +47,9 @@ def test_ours_are_measured_and_peers_that_are_not_installed_are_rows_that_say_so
         assert rows[name]["failed"] == f"ModuleNotFoundError: No module named '{module}'"
     int4 = rows["ours int4"]
     assert 0 < int4["min_ms"] <= int4["median_ms"]
-    assert int4["cache_mib"] == 512 * 2 * 8 * 128 * 5 / 8 / 2**20  # 4 bits, and a scale and a zero of 16 bits for 32
+    assert (
+        int4["cache_mib"] == 512 * 2 * 8 * 128 * 5 / 8 / 2**20
+    )  # 4 bits, and 2 x 16 bits of scale and zero point for 32 values
     assert int4["peak_mib"] > int4["cache_mib"]
     assert 0.05 < int4["error"] < 0.5
     assert env.cpu_level() is None
@@ -98,7 +100,7 @@ def test_codes_of_a_channel_lie_within_half_a_step(bits: int) -> None:
 
 
 def row(name: str, ms: float, bits: float | None = 4, level: str | None = None, **more: Any) -> dict[str, Any]:
-    found = {
+    record = {
         "part": "layer",
         "tokens": 64,
         "name": name,
@@ -107,7 +109,7 @@ def row(name: str, ms: float, bits: float | None = 4, level: str | None = None, 
         "cache_mib": 2.0,
         "peak_mib": 9.0,
     }
-    return found | {"min_ms": ms, "median_ms": ms} | more
+    return record | {"min_ms": ms, "median_ms": ms} | more
 
 
 def test_the_fastest_of_ours_is_compared_with_the_fastest_peer_of_as_many_bits() -> None:
@@ -131,7 +133,7 @@ def test_the_fastest_of_ours_is_compared_with_the_fastest_peer_of_as_many_bits()
     assert "- peer three (layer, 64): ImportError: no." in lines
 
 
-def test_a_token_of_a_model_is_told_apart_from_what_it_takes_behind_an_empty_cache() -> None:
+def test_time_of_a_token_is_split_from_its_time_behind_an_empty_cache() -> None:
     rows = [
         row("ours empty", 4.0, None, part="model"), row("transformers empty", 3.0, None, part="model"),
         row("ours int4", 6.0, part="model", level="avx2"), row("quanto 4 bits", 5.0, part="model"),
@@ -155,7 +157,7 @@ def test_a_token_of_a_model_is_told_apart_from_what_it_takes_behind_an_empty_cac
         (["--show", "no-such-file.json"], "--show: no file no-such-file.json"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_at_once(
+def test_unmeasurable_settings_are_refused_at_once(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):

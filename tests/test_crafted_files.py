@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files whose headers were crafted, with a right digest, are refused when they are loaded, in bounded time."""
+"""Files with crafted headers and a right digest are refused on load, in bounded time."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ VALUES: tuple[Any, ...] = (
 
 
 def taken_apart(content: bytes) -> Tree:
-    """Return all JSON of a file, also that inside of texts."""
+    """Return all JSON of a file, JSON inside of texts included."""
     table = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
     metadata = table.pop("__metadata__")
     return {"table": table, "metadata": metadata, **{name: json.loads(metadata[name]) for name in INNER}}
 
 
 def crafted(content: bytes, tree: Tree, nested: str | None = None) -> bytes:
-    """Return a file with this JSON and a right digest; `nested` is written as `about` as it is."""
+    """Return a file with this JSON and a right digest; `nested` writes `about` unchanged."""
     metadata = {**tree["metadata"], **{name: json.dumps(tree[name]) for name in INNER}, "sha256": container.NO_DIGEST}
     if nested is not None:
         metadata["about"] = nested
@@ -59,30 +59,30 @@ def places(tree: Any) -> Iterator[tuple[Any, Any]]:
         yield from places(value)
 
 
-def mutated(tree: Tree, drawn: random.Random) -> Tree:
-    """Change one value of a tree: another one, one that is near, one from elsewhere, or none."""
+def mutated(tree: Tree, rng: random.Random) -> Tree:
+    """Change one value of a tree: to another value, a near one, one from elsewhere, or none."""
     tree = copy.deepcopy(tree)
-    known = [place for name in ("table", *INNER) for place in places(tree[name])]
-    holder, key = drawn.choice(known)
+    fields = [place for name in ("table", *INNER) for place in places(tree[name])]
+    holder, key = rng.choice(fields)
     value = holder[key]
-    kind = drawn.randrange(5)
+    kind = rng.randrange(5)
     if kind == 0 and isinstance(value, (int, float)):
-        holder[key] = value + drawn.choice((-1, 1, 8, -value, value, 2**31))
+        holder[key] = value + rng.choice((-1, 1, 8, -value, value, 2**31))
     elif kind == 1:
-        other, at = drawn.choice(known)
-        holder[key] = copy.deepcopy(other[at])
+        source, at = rng.choice(fields)
+        holder[key] = copy.deepcopy(source[at])
     elif kind == 2 and isinstance(holder, dict):
         holder[f"{key}x"] = holder.pop(key)
     elif kind == 3:
         del holder[key]
     else:
-        holder[key] = drawn.choice(VALUES)
+        holder[key] = rng.choice(VALUES)
     return tree
 
 
 @pytest.fixture(scope="module", params=SPECS)
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str, bytes]:
-    """A model, a spec, and the bytes of a cache of both."""
+    """Return a model, a spec, and the bytes of a cache of both."""
     model, spec = tiny_model(request.param), SPECS[request.param]
     path = tmp_path_factory.mktemp("saved") / "cache.kv"
     kvpress.save(prefill(model, kvpress.get_press(spec), tokens(2, 60)), path, model, spec, tokens=tokens(2, 60))
@@ -95,7 +95,7 @@ def read_on(model: Any, spec: str, cache: Any) -> None:
 
 
 def attempt(model: Any, spec: str, content: bytes, path: Path) -> bool:
-    """Load a file and read on behind it; returns whether it was refused, which takes less than a second."""
+    """Load a file and read on behind it; return whether it was refused, which takes less than a second."""
     path.write_bytes(content)
     begun, refusal = time.perf_counter(), ""
     try:
@@ -111,23 +111,23 @@ def attempt(model: Any, spec: str, content: bytes, path: Path) -> bool:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_changes_of_a_header_end_in_a_sentence(seed: int, saved: tuple[Any, str, bytes], tmp_path: Path) -> None:
-    """What is accepted changes no length: a pass goes on behind it."""
+    """Accepted changes change no length: a pass goes on behind the cache."""
     model, spec, content = saved
-    drawn, tree = random.Random(seed), taken_apart(content)  # noqa: S311 - the same ones each time
-    refused = [attempt(model, spec, crafted(content, mutated(tree, drawn)), tmp_path / "x.kv") for _ in range(20)]
+    rng, tree = random.Random(seed), taken_apart(content)  # noqa: S311 - the same ones each time
+    refused = [attempt(model, spec, crafted(content, mutated(tree, rng)), tmp_path / "x.kv") for _ in range(20)]
     assert sum(refused) >= 10
     assert not attempt(model, spec, crafted(content, tree), tmp_path / "x.kv")
 
 
 def set_at(path: str, value: Any) -> Callable[[Tree], None]:
-    """Return a change of one value, which lies at a path of keys; of pairs in a list, the one that begins so."""
+    """Return a change of the value at a path of keys, or of indexes in lists."""
 
     def change(tree: Tree) -> None:
         *before, last = path.split("/")
-        held: Any = tree
+        node: Any = tree
         for key in before:
-            held = held[int(key)] if isinstance(held, list) else held[key]
-        held[int(last) if isinstance(held, list) else last] = value
+            node = node[int(key)] if isinstance(node, list) else node[key]
+        node[int(last) if isinstance(node, list) else last] = value
 
     return change
 
@@ -201,7 +201,7 @@ def _tuples(depth: int) -> str:
     return '{"tuple":[' * depth + "]}" * depth
 
 
-def test_what_is_packed_cannot_be_larger_than_it_is_said_to_be(tmp_path: Path) -> None:
+def test_packed_data_cannot_exceed_its_declared_size(tmp_path: Path) -> None:
     zstandard = pytest.importorskip("zstandard")
     frame = torch.frombuffer(bytearray(zstandard.ZstdCompressor().compress(bytes(10**7))), dtype=torch.uint8)
     with pytest.raises(ValueError, match="is packed from 10000000 bytes, not from 64"):

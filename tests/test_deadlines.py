@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sender that is silent, or sends a few bytes now and then, is not waited for without end."""
+"""A sender that is silent, or sends a few bytes now and then, runs into a deadline."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def pipes(buffering: int) -> tuple[Any, Callable[[bytes], None], Callable[[], No
 
 @pytest.fixture(params=["socket", "pipe", "buffered pipe"])
 def stream(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Callable[[bytes], None], Callable[[], None]]]:
-    made = sockets() if request.param == "socket" else pipes(0 if request.param == "pipe" else -1)
-    yield made
-    made[2]()
-    made[0].close()
+    ends = sockets() if request.param == "socket" else pipes(0 if request.param == "pipe" else -1)
+    yield ends
+    ends[2]()
+    ends[0].close()
 
 
 def drip(send: Callable[[bytes], None], content: bytes, done: threading.Event) -> threading.Thread:
@@ -74,13 +74,13 @@ def test_a_silent_sender_is_given_up(sent: str, stream: Any) -> None:
     assert SLOW - 0.05 < time.monotonic() - begun < 10 * SLOW
 
 
-@pytest.mark.parametrize("whole", [0, 1], ids=["header", "body"])
-def test_a_sender_of_a_few_bytes_a_second_is_given_up(whole: int, stream: Any) -> None:
+@pytest.mark.parametrize("headers", [0, 1], ids=["header", "body"])
+def test_a_sender_of_a_few_bytes_a_second_is_given_up(headers: int, stream: Any) -> None:
     model, (ours, send, _) = tiny_model("llama"), stream
     content, done = content_of(model), threading.Event()
     header = 8 + int.from_bytes(content[:8], "little")
-    send(content[: whole * header])
-    sender = drip(send, content[whole * header :], done)
+    send(content[: headers * header])
+    sender = drip(send, content[headers * header :], done)
     try:
         with pytest.raises(ConnectionError, match=r"the sender has sent [1-9][0-9]* bytes"):
             kvpress.receive(ours, model, timeout=SLOW)
@@ -94,7 +94,7 @@ def test_layers_that_do_not_come_end_a_pass(stream: Any) -> None:
     content = content_of(model)
     send(
         content[: 8 + int.from_bytes(content[:8], "little") + 40]
-    )  # the block that all layers have in common is digest alone
+    )  # the block that all layers share consists of a digest only
     cache = kvpress.receive(ours, model, timeout=SLOW, wait=False)
     with (
         pytest.raises(ConnectionError, match=r"layer 0 of the cache did not arrive.*`timeout`"),

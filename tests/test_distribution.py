@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The distribution is called kvpress-toolkit, and does not run beside another one that installs a package `kvpress`."""
+"""The distribution is called kvpress-toolkit, and refuses to run beside another distribution of a package `kvpress`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PAGES = [
 def installed(site: Path, *metadata: str, package: str | None = None) -> subprocess.CompletedProcess[str]:
     """Import the package from a folder with the metadata of distributions.
 
-    `package` is what another `__init__.py` holds, of which the command learns; it is empty where there is none.
+    `package` is the source of another `__init__.py`, which the command finds; empty without one.
     """
     (site / "kvpress").mkdir()
     (site / "kvpress_eval").mkdir()
@@ -86,12 +86,12 @@ def test_the_command_notices_that_the_package_is_another_one(package: str, tmp_p
 def test_looking_takes_less_than_a_millisecond_among_hundreds_of_packages(tmp_path: Path) -> None:
     for number in range(600):
         (tmp_path / f"package_{number}-1.0.dist-info").mkdir()
-    taken = []
+    durations = []
     for _ in range(20):
         begun = time.perf_counter()
         kvpress._check_alone(str(tmp_path))
-        taken.append(time.perf_counter() - begun)
-    assert min(taken) < 1e-3
+        durations.append(time.perf_counter() - begun)
+    assert min(durations) < 1e-3
     kvpress._check_alone(str(tmp_path / "archive.zip"))
 
 
@@ -100,10 +100,10 @@ def test_every_page_and_message_names_the_distribution() -> None:
     assert project["name"] == "kvpress-toolkit"
     extras = "|".join(project["optional-dependencies"])
     wrong = re.compile(rf"(?<![\w-])kvpress\[({extras})\b|pip install -?\S*\s?'?kvpress(?!-toolkit)(?!`)\b")
-    found = [
+    mentions = [
         f"{path.relative_to(ROOT)}: {line}"
         for path in PAGES
         for line in path.read_text().splitlines()
         if wrong.search(line)
     ]
-    assert not found
+    assert not mentions

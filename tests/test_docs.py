@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generated pages say what the code says now, and what they say is true."""
+"""Generated pages are up to date with the code, and their statements are true."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WRITTEN = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "notebooks")
 ENTRIES = kvpress.list_presses()
 REFUSALS = [refusal for entry in ENTRIES for refusal in entry.refuses]
 OF_A_MODEL = {"rlkv", "restorekv"}
-"""Presses that need what somebody has learned for a model, and do not find it beside the reference model."""
+"""Presses that need a calibration file, which the reference model does not come with."""
 MEASURABLE = [entry for entry in ENTRIES if entry.name not in OF_A_MODEL]
 
 
@@ -58,7 +58,7 @@ def test_pages_are_those_of_the_code() -> None:
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=by_name)
-def test_a_page_says_everything(entry: Entry) -> None:
+def test_a_page_is_complete(entry: Entry) -> None:
     press = kvpress.get_press(entry.example)
     assert type(press) is entry.press
     assert kvpress.get_press(kvpress.to_spec(press)) == press
@@ -94,7 +94,7 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Return what the headings of a page can be linked to by."""
+    """Return the anchors of the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -127,7 +127,7 @@ def talk(press: BasePress, model: Any) -> None:
 
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.spec)
-def test_what_is_said_to_be_refused_is(refusal: Refusal) -> None:
+def test_documented_refusals_are_refused(refusal: Refusal) -> None:
     model = tiny_model("llama")
     with pytest.raises((ValueError, TypeError)):
         talk(kvpress.get_press(refusal.spec), model)

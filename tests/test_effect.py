@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A press that does nothing is refused by commands, and said of in a block; one that did nothing is marked."""
+"""A press without effect is refused by commands, warned about in a session, and marked in tables."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def reference() -> Any:
         ("prefill_decoding", "prefill_decoding(snapkv:0.5; decoding(knorm):target_size=1024)"),
     ],
 )
-def test_what_compresses_nothing_is_refused_with_what_to_write(spec: str, written: str) -> None:
+def test_a_press_without_effect_is_refused_with_the_fix(spec: str, written: str) -> None:
     with pytest.raises(ValueError, match=r"compresses nothing: write .*, or none for the full cache") as refused:
         check_acts(kvpress.get_press(spec))
     assert f"write {written}, or" in str(refused.value)
@@ -53,7 +53,7 @@ def test_every_example_acts(example: str) -> None:
 
 
 @pytest.mark.parametrize("spec", ["none", "none + kivi:bits=4", "duo_attention:0.5", "decoding(knorm)", "quest"])
-def test_what_acts_is_not_refused(spec: str) -> None:
+def test_a_press_with_effect_is_not_refused(spec: str) -> None:
     check_acts(kvpress.get_press(spec))
 
 
@@ -72,13 +72,13 @@ def test_selectors_patterns_and_schedules_act_otherwise(spec: str, expected: boo
     assert not left_whole(press, 1.0, 99, 100)
 
 
-@pytest.mark.parametrize(("length", "whole"), [(60, True), (200, False)])
-def test_a_codec_leaves_a_short_prompt_whole(length: int, whole: bool) -> None:
+@pytest.mark.parametrize(("length", "stays_dense"), [(60, True), (200, False)])
+def test_a_codec_leaves_a_short_prompt_whole(length: int, stays_dense: bool) -> None:
     press = kvpress.get_press("kivi:bits=4,residual_length=128")
     with press(tiny_model("llama")) as session:
         session.model.generate(tokens(1, length), max_new_tokens=1, do_sample=False)
     report = kvpress.memory_report(session.cache)
-    assert left_whole(press, report.kept / report.seen, report.total_bytes, report.uncompressed_bytes) is whole
+    assert left_whole(press, report.kept / report.seen, report.total_bytes, report.uncompressed_bytes) is stays_dense
 
 
 def test_a_block_warns_once_for_a_press() -> None:
@@ -109,7 +109,7 @@ def test_sizes_that_only_the_code_names(spec: str, expected: list[str]) -> None:
     assert list(assumed_sizes(kvpress.get_press(spec))) == expected
 
 
-def test_compress_says_what_it_did_not_do(tmp_path: Path) -> None:
+def test_compress_reports_a_press_without_effect(tmp_path: Path) -> None:
     text, out = tmp_path / "text", tmp_path / "out.kv"
     text.write_text(WORDS * 4)
 
@@ -129,9 +129,9 @@ def test_compress_says_what_it_did_not_do(tmp_path: Path) -> None:
     assert "warning" not in output
 
 
-def test_plan_marks_what_stays_whole() -> None:
-    given = ["plan", "--model", "reference", "--context", "64", "--press", "kivi:bits=4", "--press", "frontier"]
-    output = runner.invoke(app, given).output
+def test_plan_marks_presses_without_effect() -> None:
+    arguments = ["plan", "--model", "reference", "--context", "64", "--press", "kivi:bits=4", "--press", "frontier"]
+    output = runner.invoke(app, arguments).output
     assert "kivi:bits=4: nothing is compressed: a codec leaves the newest pairs dense" in output
     assert "frontier names no size, and takes smaller=10" in output
     assert runner.invoke(app, ["plan", "--model", "reference", "--press", "snapkv"]).exit_code == 2

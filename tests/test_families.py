@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Presses on models of many kinds: a sample of `benchmarks/families.py`, and ways of generating on the unusual ones."""
+"""Presses on models of many kinds: a sample of `benchmarks/families.py`, and ways of generation on unusual models."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ tiny_model = cache(tiny.tiny)
 
 SAMPLE = (
     "gpt_neox",  # names its cache `layer_past`
-    "gpt_bigcode",  # one kv head, whatever its configuration says
+    "gpt_bigcode",  # one KV head, against its configuration
     "ctrl",
-    "jetmoe",  # repeats its kv heads as a whole
+    "jetmoe",  # repeats its block of KV heads
     "gemma3n_text",  # later layers read the pairs of an earlier one
     "gemma4_text",
     "falcon_h1",  # pairs and a state in one layer
@@ -33,10 +33,10 @@ SAMPLE = (
     "bart",
     "llama4_text",
     "kimi_linear",  # latents in some layers, states in the others
-    "git",  # its attention knows neither its configuration nor the attention interface
-    "gpt_neo",  # names its layers of the cache `layer_id`
+    "git",  # its attention has no configuration and no attention interface
+    "gpt_neo",  # calls the index of a layer `layer_id`
     "mpt",
-    "modernbert-decoder",  # what it calls its decoder is its output projection
+    "modernbert-decoder",  # its attribute `decoder` is its output projection
 )
 REFUSALS = {
     "diffllama": "other keys or values than those in its cache",
@@ -51,15 +51,15 @@ REFUSALS = {
 
 @pytest.mark.parametrize("kind", SAMPLE)
 def test_works(kind: str) -> None:
-    found = verdict(kind)
-    assert found.verdict == WORKS, found
+    outcome = verdict(kind)
+    assert outcome.verdict == WORKS, outcome
 
 
 @pytest.mark.parametrize("kind", REFUSALS)
 def test_refused_with_the_reason(kind: str) -> None:
-    found = verdict(kind)
-    assert found.verdict == REFUSED
-    assert REFUSALS[kind] in found.reason
+    outcome = verdict(kind)
+    assert outcome.verdict == REFUSED
+    assert REFUSALS[kind] in outcome.reason
 
 
 @pytest.mark.parametrize("kind", ["hrm_text", "rwkv", "mamba"])
@@ -83,7 +83,7 @@ def test_nothing_removed_equals_stock(kind: str, settings: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("kind", ["jetmoe", "gemma3n_text", "falcon_h1"])
-def test_a_second_turn_reads_what_was_kept(kind: str) -> None:
+def test_a_second_turn_reads_the_kept_pairs(kind: str) -> None:
     """A turn of several tokens equals its tokens read one by one."""
     model, ids, turn = tiny_model(kind), tokens(2, 30), tokens(2, 5, seed=4)
     with kvpress.get_press("knorm:0.5")(model) as session, torch.no_grad():
@@ -111,28 +111,28 @@ def test_layers_that_lend_their_pairs_evict_after_the_last_reader(spec: str) -> 
 
 
 class OtherLayer(DynamicLayer):
-    """A layer that may store pairs in any way."""
+    """Cache layer with a storage of its own."""
 
 
 @pytest.mark.parametrize("filled", [True, False])
 def test_other_cache_layers_are_refused(filled: bool) -> None:
     model = tiny_model("llama")
-    other = (
+    foreign = (
         Cache(layers=[OtherLayer() for _ in range(tiny.LAYERS)])
         if filled
         else Cache(layer_class_to_replicate=OtherLayer)
     )
     with kvpress.get_press("knorm:0.5")(model), pytest.raises(NotImplementedError, match="OtherLayer"):
-        model(tokens(1, 8), past_key_values=other)
+        model(tokens(1, 8), past_key_values=foreign)
 
 
 def test_other_cache_layers_stay_as_they_are_without_compression() -> None:
     model, ids = tiny_model("llama"), tokens(1, 8)
-    other = Cache(layers=[OtherLayer() for _ in range(tiny.LAYERS)])
+    foreign = Cache(layers=[OtherLayer() for _ in range(tiny.LAYERS)])
     with kvpress.get_press("none")(model), torch.no_grad():
-        found = torch.cat([model(part, past_key_values=other).logits for part in ids.split(4, dim=1)], dim=1)
-    torch.testing.assert_close(found, model(ids).logits, atol=1e-5, rtol=1e-5)
-    assert type(other.layers[0]) is OtherLayer
+        logits = torch.cat([model(part, past_key_values=foreign).logits for part in ids.split(4, dim=1)], dim=1)
+    torch.testing.assert_close(logits, model(ids).logits, atol=1e-5, rtol=1e-5)
+    assert type(foreign.layers[0]) is OtherLayer
 
 
 def test_a_hybrid_layer_keeps_its_state_when_rows_move() -> None:
@@ -143,8 +143,8 @@ def test_a_hybrid_layer_keeps_its_state_when_rows_move() -> None:
         with kvpress.get_press("none")(model) as session:
             model(ids, past_key_values=DynamicCache(config=model.config))
     order = torch.tensor([2, 0, 0])
-    for held in (stock, session.cache):
-        held.reorder_cache(order)
+    for reordered in (stock, session.cache):
+        reordered.reorder_cache(order)
     for ours, theirs in zip(session.cache.layers, stock.layers, strict=True):
         assert torch.equal(ours.conv_states[0], theirs.conv_states[0])
         assert torch.equal(ours.keys, theirs.keys)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds for every storage format, because its tensors are declared: rows, weights, files, devices, bytes."""
+"""Properties of every storage format that follow from its declared tensors: rows, weights, files, devices, bytes."""
 
 from __future__ import annotations
 
@@ -35,26 +35,28 @@ def test_joined_segments_are_their_parts(name: str) -> None:
     newer.side["late"] = torch.rand(newer.layout.total)
     newer._set_slots(newer.slots() + 40)
     assert older.joinable(older)
-    both = Segment.join([older, newer])
+    joined = Segment.join([older, newer])
     for n in range(4):
-        rows, old, new = both.layout.rows(n), older.layout.rows(n), newer.layout.rows(n)
+        rows, old, new = joined.layout.rows(n), older.layout.rows(n), newer.layout.rows(n)
         expected = [torch.cat(pair) for pair in zip(older.read(old), newer.read(new), strict=True)]
-        assert torch.equal(both.read(rows)[0], expected[0])
-        assert torch.equal(both.read(rows)[1], expected[1])
-        assert torch.equal(both.slots()[rows], torch.cat([older.slots()[old], newer.slots()[new]]))
-        assert torch.equal(both.log_weight[rows], torch.cat([torch.zeros(old.stop - old.start), newer.log_weight[new]]))
-        assert torch.equal(both.side["mass"][rows], torch.cat([older.side["mass"][old], newer.side["mass"][new]]))
-        assert not both.side["late"][rows][: old.stop - old.start].any()
+        assert torch.equal(joined.read(rows)[0], expected[0])
+        assert torch.equal(joined.read(rows)[1], expected[1])
+        assert torch.equal(joined.slots()[rows], torch.cat([older.slots()[old], newer.slots()[new]]))
+        assert torch.equal(
+            joined.log_weight[rows], torch.cat([torch.zeros(old.stop - old.start), newer.log_weight[new]])
+        )
+        assert torch.equal(joined.side["mass"][rows], torch.cat([older.side["mass"][old], newer.side["mass"][new]]))
+        assert not joined.side["late"][rows][: old.stop - old.start].any()
 
 
 @every_codec
 @pytest.mark.parametrize("lengths", [LENGTHS, [16] * 4], ids=["ragged", "even"])
 def test_a_format_is_read_from_files_as_it_was_written(name: str, lengths: list[int]) -> None:
-    whole = segment(name, lengths)
-    whole.log_weight = torch.rand(whole.layout.total)
-    some = torch.arange(0, whole.layout.total, 3)
-    taken = whole.take(some, Layout(torch.bincount(whole.layout.streams_of(some), minlength=4).tolist()))
-    for written in (whole, taken):
+    original = segment(name, lengths)
+    original.log_weight = torch.rand(original.layout.total)
+    some = torch.arange(0, original.layout.total, 3)
+    subset = original.take(some, Layout(torch.bincount(original.layout.streams_of(some), minlength=4).tolist()))
+    for written in (original, subset):
         tensors, plain = pack(written)
         again = unpack(tensors, json.loads(json.dumps(plain)))
         assert type(again) is type(written)
@@ -74,9 +76,9 @@ def test_a_format_is_read_from_files_as_it_was_written(name: str, lengths: list[
         assert {t.data_ptr() for t in tensors.values() if t.numel()} == pointers - offsets
 
 
-def reachable_layouts(found: Segment) -> list[Tensor]:
-    layouts = [found.layout, *(part.layout for part in getattr(found, "parts", ()))]
-    layouts += [part.layout for inner in getattr(found, "parts", ()) for part in getattr(inner, "parts", ())]
+def reachable_layouts(root: Segment) -> list[Tensor]:
+    layouts = [root.layout, *(part.layout for part in getattr(root, "parts", ()))]
+    layouts += [part.layout for inner in getattr(root, "parts", ()) for part in getattr(inner, "parts", ())]
     return [tensor for layout in layouts for tensor in layout.tensors()]
 
 
@@ -87,12 +89,12 @@ def test_unknown_formats_are_refused_by_name() -> None:
 
 @every_codec
 def test_every_tensor_is_listed_once(name: str) -> None:
-    found = segment(name)
-    found.log_weight = torch.rand(found.layout.total)
-    found.attend(torch.randn(4, 2, DIM), Logits(1.0))
-    if found.contiguous:
-        found.first_slot()
-    for now in (found, found.take(torch.arange(0, found.layout.total, 2), halved(found.layout))):
+    source = segment(name)
+    source.log_weight = torch.rand(source.layout.total)
+    source.attend(torch.randn(4, 2, DIM), Logits(1.0))
+    if source.contiguous:
+        source.first_slot()
+    for now in (source, source.take(torch.arange(0, source.layout.total, 2), halved(source.layout))):
         listed = {
             t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
             for part in now.tensors().values()
@@ -108,20 +110,20 @@ def halved(layout: Layout) -> Layout:
 
 
 @every_codec
-def test_moving_leaves_nothing_behind_and_keeps_what_is_shared(name: str) -> None:
+def test_moving_moves_every_tensor_and_keeps_sharing(name: str) -> None:
     store = KVStore(torch.zeros(2, HEADS, 0, DIM), torch.zeros(2, HEADS, 0, DIM))
-    one = segment(name)
-    store.segments = [one, one.take(torch.arange(one.layout.total), one.layout)]
-    store.codec_state = {"books": [BOOK], "held": copy.deepcopy(one)}
+    original = segment(name)
+    store.segments = [original, original.take(torch.arange(original.layout.total), original.layout)]
+    store.codec_state = {"books": [BOOK], "held": copy.deepcopy(original)}
     twin = copy.deepcopy(store)
     store.to("meta")
-    for found in store.segments:
-        held_here = {key for key, tensor in pack(found)[0].items() if not tensor.is_meta}
+    for stored in store.segments:
+        held_here = {key for key, tensor in pack(stored)[0].items() if not tensor.is_meta}
         assert held_here == ({"keys", "values"} if name == "host" else set())
     assert store.codec_state["books"][0].is_meta
     if name.startswith("coded"):
         assert store.segments[0].keys.book is store.segments[1].keys.book
-    assert not any(t.is_meta for found in twin.segments for group in found.tensors().values() for t in group)
+    assert not any(t.is_meta for stored in twin.segments for group in stored.tensors().values() for t in group)
 
 
 class Momentum:
@@ -138,11 +140,11 @@ class Momentum:
 
 
 class Counting(DenseCodec):
-    """Counts its sealings in the state of the layer."""
+    """Codec that counts its sealings in the state of the layer."""
 
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
-        found = sealing.state.setdefault("momentum", Momentum(torch.zeros(2)))
-        found.rows += torch.arange(1.0, 1 + len(found.rows))
+        momentum = sealing.state.setdefault("momentum", Momentum(torch.zeros(2)))
+        momentum.rows += torch.arange(1.0, 1 + len(momentum.rows))
         return super().encode(segment, sealing)
 
 
@@ -208,18 +210,18 @@ def test_the_report_counts_all_that_a_cache_and_its_copies_hold(spec: str, padde
     for layer in cache.layers:
         layer.store.codec_state["table"] = torch.zeros(50)
     twin = copy.deepcopy(cache)
-    # A copy that steps on its own shares sealed tensors, the memory of a selector included.
+    # A copy that goes on by itself shares sealed tensors, the memory of a selector included.
     assert kvpress.memory_report(cache).total_bytes == held(cache)
     assert kvpress.memory_report(twin).total_bytes == held(twin)
     windows = sum(held(layer.store.window) for layer in twin.layers)
     common = kvpress.memory_report(twin).components.get("shared", 0)
-    own = 3 * 200 + windows + common
-    assert held([cache, twin]) <= held(cache) + own + 2000
+    unshared = 3 * 200 + windows + common
+    assert held([cache, twin]) <= held(cache) + unshared + 2000
 
 
 @dataclass(eq=False, repr=False)
 class SignSegment(Segment):
-    """Keys as signs with one scale per pair; values as they are."""
+    """Segment with keys as signs with one scale per pair, and plain values."""
 
     signs: Annotated[Tensor, per_pair("codes")]
     scale: Annotated[Tensor, per_pair("scales")]
@@ -232,7 +234,7 @@ class SignSegment(Segment):
 
 
 class SignCodec(DenseCodec):
-    """Encodes pairs so."""
+    """Codec of sign segments."""
 
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
         signs = pack_codes((segment.keys > 0).to(torch.uint8), 1)
@@ -241,16 +243,18 @@ class SignCodec(DenseCodec):
 
 def test_a_format_needs_its_tensors_only() -> None:
     store = KVStore(torch.zeros(2, HEADS, 0, DIM), torch.zeros(2, HEADS, 0, DIM))
-    whole = []
+    written = []
     for _ in range(3):
         keys, values = torch.randn(2, 2, HEADS, 8, DIM)
-        whole.append((keys.sign() * keys.abs().mean(dim=-1, keepdim=True), values))
+        written.append((keys.sign() * keys.abs().mean(dim=-1, keepdim=True), values))
         store.append(keys, values)
         store.settle(SignCodec(8, 0), Sealing(HEADS))
     store.select_rows(torch.tensor([1, 1]))
     store.evict([torch.arange(24) % 3 > 0] * 4, None)
-    assert [type(found) for found in store.segments] == [SignSegment]
-    keys, values = (torch.cat(side, dim=2)[[1, 1]][:, :, torch.arange(24) % 3 > 0] for side in zip(*whole, strict=True))
+    assert [type(sealed) for sealed in store.segments] == [SignSegment]
+    keys, values = (
+        torch.cat(side, dim=2)[[1, 1]][:, :, torch.arange(24) % 3 > 0] for side in zip(*written, strict=True)
+    )
     queries = torch.randn(2, 2 * HEADS, 1, DIM)
     out, _ = store.attend(queries, Logits(0.2))
     expected = torch.nn.functional.scaled_dot_product_attention(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two GPU benchmarks, rehearsed on the CPU with tiny sizes: every row runs, and a failure costs only itself."""
+"""The two GPU benchmarks on the CPU with tiny sizes: every row runs, and a failure costs only its own row."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from tests.tape import TapeRecorder
 Row = dict[str, Any]
 
 
-def rows_of(tasks: list[Task], wanted: Callable[[Row], bool] = lambda where: True) -> list[Row]:
+def rows_of(tasks: list[Task], accepts: Callable[[Row], bool] = lambda where: True) -> list[Row]:
     with torch.no_grad():
-        return [attempt(task) for task in tasks if wanted(task.where)]
+        return [attempt(task) for task in tasks if accepts(task.where)]
 
 
 # -- every row ------------------------------------------------------------------------------------------------
@@ -82,12 +82,12 @@ def test_kernels_are_timed_beside_others() -> None:
     rows = rows_of(gpu_speed.tasks([gpu_speed.Shape(64, 1)], ["int2"], timer, 2**16))
     assert rows[0]["read_gb_per_s"] > 0
     assert rows[0]["copy_gb_per_s"] > 0
-    found = {row["name"]: row for row in rows[1:]}
-    assert "int2" not in found
-    assert not [name for name in (*gpu_speed.CACHES, gpu_speed.SELECT) if name in found and "failed" in found[name]]
-    assert {f"{gpu_speed.SELECT}: {step}" for step in ("label scores", "top-k", "gather")} <= set(found)
-    assert found["torch sdpa"]["bandwidth_dense"] > 0
-    assert "missing" in found["flashinfer"]
+    by_name = {row["name"]: row for row in rows[1:]}
+    assert "int2" not in by_name
+    assert not [name for name in (*gpu_speed.CACHES, gpu_speed.SELECT) if name in by_name and "failed" in by_name[name]]
+    assert {f"{gpu_speed.SELECT}: {step}" for step in ("label scores", "top-k", "gather")} <= set(by_name)
+    assert by_name["torch sdpa"]["bandwidth_dense"] > 0
+    assert "missing" in by_name["flashinfer"]
 
 
 PLAN = gpu_generate.Plan((96, 112), 7, 1, 2)
@@ -127,39 +127,39 @@ def test_a_batch_that_does_not_fit_is_named(bench: gpu_generate.Bench, monkeypat
 
 
 @pytest.mark.parametrize("start", [1, 5, 12, 300])
-@pytest.mark.parametrize(("capacity", "most"), [(0, 256), (1, 256), (13, 256), (256, 256), (3, 3)])
-def test_the_largest_batch_is_found_from_any_start(start: int, capacity: int, most: int) -> None:
+@pytest.mark.parametrize(("capacity", "best"), [(0, 256), (1, 256), (13, 256), (256, 256), (3, 3)])
+def test_the_largest_batch_is_found_from_any_start(start: int, capacity: int, best: int) -> None:
     tried: list[int] = []
 
     def fits(number: int) -> bool:
         tried.append(number)
         return number <= capacity
 
-    low, high = gpu_generate.largest(fits, start, most)
+    low, high = gpu_generate.largest(fits, start, best)
     assert low <= capacity
     assert low in tried or low == 0
     if high is None:
-        assert low == most
+        assert low == best
     else:
         assert high in tried
         assert low <= capacity < high
         assert high - low <= max(1, low // 16)
 
 
-def test_a_static_cache_is_asked_to_be_compiled(bench: gpu_generate.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[Row] = []
+def test_a_static_cache_is_compiled(bench: gpu_generate.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Row] = []
     generate = bench.generate
 
     def noted(ids: Any, **options: Any) -> Any:
-        given.append({"tokens": ids.shape[1], **options})
+        calls.append({"tokens": ids.shape[1], **options})
         return generate(ids, **options)
 
     monkeypatch.setattr(bench, "generate", noted)
     with torch.no_grad():
         gpu_generate.measure(bench, 96, gpu_generate.no_press, static=True)
-    assert [row["tokens"] for row in given] == [96, 96]
-    assert {row["cache_implementation"] for row in given} == {"static"}
-    assert all(row["compile_config"] is not None for row in given)
+    assert [row["tokens"] for row in calls] == [96, 96]
+    assert {row["cache_implementation"] for row in calls} == {"static"}
+    assert all(row["compile_config"] is not None for row in calls)
 
 
 # -- under the fake driver ------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ def test_rows_without_time_are_named(program: Callable[[str], None], monkeypatch
     )
 
 
-def test_a_part_that_cannot_begin_says_why(program: Callable[[str], None]) -> None:
+def test_a_part_that_cannot_begin_reports_the_reason(program: Callable[[str], None]) -> None:
     program("raise SystemExit('no such check')")
     rows: list[Row] = []
     run_parts([Part("part")], 60.0, rows.append)
@@ -314,7 +314,7 @@ def case(check: str, name: str = "one", **row: Any) -> Row:
     return {"check": check, "case": name, **(row or {"error": 0.1, "limit": 0.2, "passed": True})}
 
 
-def test_the_first_part_says_what_is_wrong(
+def test_the_first_part_reports_the_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     rows = [case(name) for name in (*gpu_parity.CHECKS, gpu_end_to_end.CHECK) if name != "pages"]
@@ -413,7 +413,7 @@ def test_scripts_refuse_to_begin_without_a_gpu(monkeypatch: pytest.MonkeyPatch) 
             script.main()
 
 
-def test_scripts_write_where_they_are_told(
+def test_scripts_write_to_their_output_option(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(gpu_report, "run_parts", lambda parts, seconds, receive: receive(case("dense")))
@@ -428,7 +428,7 @@ def test_scripts_write_where_they_are_told(
 
 
 @pytest.mark.parametrize(
-    ("found", "expected", "error"),
+    ("actual", "expected", "error"),
     [
         ([1.0, 2.0], [1.0, 4.0], 0.5),
         ([1.0, -torch.inf], [1.0, -torch.inf], 0.0),
@@ -438,8 +438,8 @@ def test_scripts_write_where_they_are_told(
         ([], [], 0.0),
     ],
 )
-def test_error(found: list[float], expected: list[float], error: float | None) -> None:
-    got = gpu_parity.error(torch.tensor(found), torch.tensor(expected))
+def test_error(actual: list[float], expected: list[float], error: float | None) -> None:
+    got = gpu_parity.error(torch.tensor(actual), torch.tensor(expected))
     assert got == error if error is not None else got != got
 
 
@@ -455,7 +455,7 @@ def test_the_first_case_of_every_kind_comes_first() -> None:
         for name in ("a1", "a2", "a3", "b1", "b2"):
             yield gpu_parity.Case(name[0], name, 0.0, lambda: (list, list))
 
-    assert [found.name for found in gpu_parity.in_turn(cases())] == ["a1", "b1", "a2", "b2", "a3"]
+    assert [ordered.name for ordered in gpu_parity.in_turn(cases())] == ["a1", "b1", "a2", "b2", "a3"]
 
 
 def test_shapes_and_contexts_are_parsed() -> None:

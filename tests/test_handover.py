@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process reads and compresses, another one generates: the same tokens, and nothing is left of a transfer that fails."""
+"""One process compresses and another one generates: the tokens are the same, and a failed transfer leaves nothing."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def follow(model: Any, press: Any, cache: Any, steps: int = 6) -> Tensor:
         return torch.cat([model(tokens(2, 1, t), past_key_values=cache).logits for t in range(steps)], dim=1)
 
 
-def sent(model: Any, cache: Any, **given: Any) -> bytes:
-    """The bytes of a cache."""
+def bytes_of(model: Any, cache: Any, **options: Any) -> bytes:
+    """Return the bytes of a cache."""
     stream = io.BytesIO()
-    assert kvpress.send(cache, stream, model, **given) == stream.tell()
+    assert kvpress.send(cache, stream, model, **options) == stream.tell()
     return stream.getvalue()
 
 
@@ -50,7 +50,7 @@ def prefill_elsewhere(pipe: socket.socket, family: str, spec: str) -> None:
 @pytest.mark.parametrize("wait", [True, False], ids=["whole", "at once"])
 @pytest.mark.parametrize("spec", [PRESS, "none", "adakv(snapkv:0.5,window_size=4)"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_another_process_generates_from_what_one_has_read(family: str, spec: str, wait: bool) -> None:
+def test_another_process_generates_from_a_received_cache(family: str, spec: str, wait: bool) -> None:
     model, press = tiny_model(family), kvpress.get_press(spec)
     ours, theirs = socket.socketpair()
     process = multiprocessing.get_context("fork").Process(target=prefill_elsewhere, args=(theirs, family, spec))
@@ -58,25 +58,25 @@ def test_another_process_generates_from_what_one_has_read(family: str, spec: str
     theirs.close()
     cache = kvpress.receive(ours, model, wait=wait)
     ids, mask = padded_batch([60, 37])
-    asked = torch.cat([ids, tokens(2, 5, seed=9)], dim=1)
+    sequence = torch.cat([ids, tokens(2, 5, seed=9)], dim=1)
     full = torch.cat([mask, mask.new_ones(2, 5)], dim=1)
-    found = []
-    for held in (cache, prefill(model, press, ids, mask)):
+    outputs = []
+    for source in (cache, prefill(model, press, ids, mask)):
         with kvpress.reading(model, press):
-            found.append(generate(model, asked, full, past_key_values=held, output_logits=True))
+            outputs.append(generate(model, sequence, full, past_key_values=source, output_logits=True))
     process.join(timeout=60)
     assert process.exitcode == 0
-    assert torch.equal(found[0].sequences, found[1].sequences)
-    assert all(map(torch.equal, found[0].logits, found[1].logits))
+    assert torch.equal(outputs[0].sequences, outputs[1].sequences)
+    assert all(map(torch.equal, outputs[0].logits, outputs[1].logits))
     assert ours.recv(1) == b""
 
 
 @pytest.mark.parametrize("spec", STORAGES.values(), ids=STORAGES)
-def test_what_goes_through_is_what_is_held(spec: str) -> None:
+def test_transferred_bytes_are_held_bytes(spec: str) -> None:
     model, press = tiny_model("llama"), kvpress.get_press(spec)
     cache = prefill(model, press, tokens(2, 400))
     before = copy.deepcopy(cache)
-    content = sent(model, cache, press=press)
+    content = bytes_of(model, cache, press=press)
     header = 8 + int.from_bytes(content[:8], "little")
     report = kvpress.memory_report(cache).total_bytes
     assert len(content) - header == pytest.approx(report, rel=0.01)
@@ -87,7 +87,7 @@ def test_what_goes_through_is_what_is_held(spec: str) -> None:
 
 
 class Gated(io.RawIOBase):
-    """The bytes of a cache, of which those behind the first layer come once the gate is open, at most a few at a time."""
+    """Bytes of a cache as a stream: the first layer at once, the others through a gate, a few at a time."""
 
     def __init__(self, content: bytes, first: int) -> None:
         self.content, self.first, self.at = content, first, 0
@@ -104,7 +104,7 @@ class Gated(io.RawIOBase):
 
 
 def end_of_layer(content: bytes, index: int = 0) -> int:
-    """How many bytes a layer and all that comes before it take."""
+    """Return the number of bytes up to the end of a layer."""
     header = container.receive_header(io.BytesIO(content).readinto, None)
     return 8 + int.from_bytes(content[:8], "little") + header.blocks[index + 1][2] + (index + 2) * container.DIGEST
 
@@ -122,21 +122,21 @@ def noticed(module: Any, event: threading.Event) -> Iterator[None]:
 def test_layers_are_read_while_others_are_on_their_way(family: str) -> None:
     model, press = tiny_model(family), kvpress.get_press(PRESS)
     cache = prefill(model, press, tokens(2, 60))
-    content = sent(model, cache)
-    first = full_layers(model)[0]  # what begins to read a cache looks at this one
+    content = bytes_of(model, cache)
+    first = full_layers(model)[0]  # a reader of a cache begins with this layer
     stream = Gated(content, end_of_layer(content, first))
     received = kvpress.receive(stream, model, wait=False)
     with noticed(model.model.layers[first], stream.gate):  # or the transfer never goes on
-        found = follow(model, press, received)
-    assert torch.equal(found, follow(model, press, cache))
-    assert [type(one) for one in received.layers] == [type(one) for one in cache.layers]
+        logits = follow(model, press, received)
+    assert torch.equal(logits, follow(model, press, cache))
+    assert [type(loaded) for loaded in received.layers] == [type(loaded) for loaded in cache.layers]
     assert all("_transfer" not in vars(layer) for layer in received.layers)
 
 
 def test_a_cache_on_its_way_is_copied_and_measured_once_it_is_there() -> None:
     model, press = tiny_model("gemma3_text"), kvpress.get_press(PRESS)
     cache = prefill(model, press, tokens(2, 60))
-    content = sent(model, cache)
+    content = bytes_of(model, cache)
     for look in (copy.deepcopy, kvpress.memory_report, positions):
         stream = Gated(content, end_of_layer(content))
         received = kvpress.receive(stream, model, wait=False)
@@ -148,22 +148,22 @@ def test_a_cache_on_its_way_is_copied_and_measured_once_it_is_there() -> None:
 
 def test_a_transfer_that_is_aborted_leaves_nothing_at_the_receiver() -> None:
     model, press = tiny_model("llama"), kvpress.get_press(PRESS)
-    content = sent(model, prefill(model, press, tokens(2, 60)))
+    content = bytes_of(model, prefill(model, press, tokens(2, 60)))
     for length in (0, 4, 2000, end_of_layer(content), len(content) - 1):
         with pytest.raises(ConnectionError, match="the sender has gone before all of it was sent"):
             kvpress.receive(io.BytesIO(content[:length]), model)
     cut = io.BytesIO(content[: end_of_layer(content) + 100])
     received = kvpress.receive(cut, model, wait=False)
     with pytest.raises(ConnectionError, match=r"layer 1 of the cache did not arrive: .*the sender has gone"):
-        follow(model, kvpress.get_press(PRESS), received)  # which remembers its last cache
+        follow(model, kvpress.get_press(PRESS), received)  # this press remembers its last cache
     gone = weakref.ref(received.layers[0].store)
     del received
     gc.collect()
     assert gone() is None
     assert not [thread for thread in threading.enumerate() if thread.name == "kvpress-receive"]
     # The model is as before.
-    whole = kvpress.receive(io.BytesIO(content), model)
-    assert torch.equal(follow(model, press, whole), follow(model, press, prefill(model, press, tokens(2, 60))))
+    complete = kvpress.receive(io.BytesIO(content), model)
+    assert torch.equal(follow(model, press, complete), follow(model, press, prefill(model, press, tokens(2, 60))))
 
 
 def test_a_receiver_that_goes_leaves_the_sender_as_it_was() -> None:
@@ -182,9 +182,9 @@ def test_a_receiver_that_goes_leaves_the_sender_as_it_was() -> None:
     assert torch.equal(follow(model, press, cache), follow(model, press, twin))
 
 
-def test_only_what_fits_and_belongs_here_is_admitted() -> None:
+def test_only_a_valid_cache_of_this_model_is_admitted() -> None:
     model, press = tiny_model("llama"), kvpress.get_press(PRESS)
-    content = sent(model, prefill(model, press, tokens(2, 60)))
+    content = bytes_of(model, prefill(model, press, tokens(2, 60)))
     size = len(content) - 8 - int.from_bytes(content[:8], "little")
     for limit in ("10kB", size - 200):
         stream = io.BytesIO(content)

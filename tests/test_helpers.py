@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helper methods that presses of NVIDIA kvpress have: each is right when it is called, and asked when a user overrides it."""
+"""Helper methods of presses of NVIDIA kvpress: each computes the right result, and an override is called."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ LENGTH = 40
 
 
 class Asked(list[str]):
-    """Names of the helpers that were asked."""
+    """Names of the helpers that were called."""
 
 
-def overriding(base: type[Any], name: str, own: Any = None) -> tuple[type[Any], Asked]:
-    """A class that notes when its helper is asked, and answers as its base class does, or by `own`."""
-    asked = Asked()
+def overriding(base: type[Any], name: str, replacement: Any = None) -> tuple[type[Any], Asked]:
+    """Return a subclass that records calls of a helper, and answers by its base class or by `replacement`."""
+    calls = Asked()
     static = isinstance(vars(base).get(name), staticmethod)
     theirs = getattr(base, name)
 
     def method(*args: Any) -> Any:
-        asked.append(name)
-        return theirs(*args) if own is None else own(*args)
+        calls.append(name)
+        return theirs(*args) if replacement is None else replacement(*args)
 
-    return type(f"Own{base.__name__}", (base,), {name: staticmethod(method) if static else method}), asked
+    return type(f"Own{base.__name__}", (base,), {name: staticmethod(method) if static else method}), calls
 
 
 def real(model: Any) -> tuple[Any, dict[str, Any]]:
-    """The first attention module, and its arguments, keys and values on a prompt."""
+    """Return the first attention module, and its arguments, keys and values on a prompt."""
     module, hidden, keys, values, _, caught = arguments(model, LENGTH)
     return module, {**caught, "hidden_states": hidden, "keys": keys, "values": values}
 
@@ -55,15 +55,15 @@ OVERRIDES = {
 @pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
 @pytest.mark.parametrize("name", OVERRIDES)
 def test_an_override_that_answers_as_its_base_changes_nothing(name: str, padded: bool) -> None:
-    """So the helper is asked, and with what it needs; inside wrappers too."""
+    """The helper is called with all that it needs, inside wrappers too."""
     model, (base, settings) = tiny_model("qwen3"), OVERRIDES[name]
     ids, mask = padded_batch([LENGTH, 31]) if padded else (tokens(2, LENGTH), None)
-    kind, asked = overriding(base, name)
-    for around in (lambda press: press, lambda press: kvpress.ChunkKVPress(press, 4)):
-        asked.clear()
-        found = positions(prefill(model, around(kind(0.5, **settings)), ids, mask))
-        assert asked
-        assert found == positions(prefill(model, around(base(0.5, **settings)), ids, mask))
+    kind, calls = overriding(base, name)
+    for wrap in (lambda press: press, lambda press: kvpress.ChunkKVPress(press, 4)):
+        calls.clear()
+        kept = positions(prefill(model, wrap(kind(0.5, **settings)), ids, mask))
+        assert calls
+        assert kept == positions(prefill(model, wrap(base(0.5, **settings)), ids, mask))
 
 
 def test_overrides_decide() -> None:
@@ -83,7 +83,7 @@ def test_overrides_decide() -> None:
         assert session.cache.get_seq_length() == LENGTH + 7
     kind, _ = overriding(kvpress.PyramidKVPress, "get_layer_budget", lambda press, module, n: 10 + module.layer_idx)
     assert [len(row[0]) for (row,) in positions(prefill(model, kind(0.5, window_size=4), ids))] == [10, 11, 12]
-    kind, _ = overriding(kvpress.SimLayerKVPress, "is_lazy", lambda press, module, *rest: module.layer_idx == 1)
+    kind, _ = overriding(kvpress.SimLayerKVPress, "is_lazy", lambda press, module, *others: module.layer_idx == 1)
     cache = prefill(model, kind(0.9, n_recent=8, n_initial=2), ids)
     assert [len(row[0]) for (row,) in positions(cache)] == [40, 10, 40]
     kind, _ = overriding(kvpress.LeverageScorePress, "compute_leverage_scores", lambda keys, size: -keys.norm(dim=-1))
@@ -91,10 +91,10 @@ def test_overrides_decide() -> None:
     kind, _ = overriding(kvpress.CriticalKVPress, "vwl1norm", lambda values, module: torch.ones(values.shape[:3]))
     press = kind(KnormPress(0.5), first_stage_ratio=0.0)
     assert positions(prefill(model, press, ids)) == positions(prefill(model, KnormPress(0.5), ids))
-    kind, asked = overriding(kvpress.CriticalKVPress, "score")
+    kind, calls = overriding(kvpress.CriticalKVPress, "score")
     inner = SnapKVPress(0.5, window_size=4)
     assert positions(prefill(model, kind(inner), ids)) == positions(prefill(model, kvpress.CriticalKVPress(inner), ids))
-    assert len(asked) == 3
+    assert len(calls) == 3
     kind, _ = overriding(
         kvpress.DuoAttentionPress, "load_attention_pattern", lambda model: (2, 6, [[0.1, 0.9], [0.9, 0.1], [0.8, 0.7]])
     )
@@ -103,7 +103,7 @@ def test_overrides_decide() -> None:
 
 
 class NumberedFromZero(kvpress.KeyRerotationPress):
-    """Turns keys by the difference of their index and their place, as NVIDIA kvpress does."""
+    """Rotates keys by the difference of index and position, as NVIDIA kvpress does."""
 
     @staticmethod
     def rerotate_keys(module: Any, indices: Tensor, keys: Tensor) -> Tensor:
@@ -117,49 +117,51 @@ class NumberedFromZero(kvpress.KeyRerotationPress):
 
 @pytest.mark.parametrize("inner", [KnormPress(0.5), kvpress.AdaKVPress(KnormPress(0.5))], ids=["even", "ragged"])
 def test_keys_that_a_user_turns_are_where_ours_are(inner: Any) -> None:
-    """A cache numbered from 0 keeps its distances, after an eviction and after the next one."""
+    """Keys numbered from 0 keep their distances, after an eviction and after the next one."""
     model, (ids, mask) = tiny_model("llama"), padded_batch([LENGTH, 31])
-    found = []
+    outcomes = []
     for kind in (kvpress.KeyRerotationPress, NumberedFromZero):
         cache = prefill(model, kind(inner), ids, mask)
         with kind(inner)(model):
             grown = torch.cat([mask, torch.ones(2, 20)], dim=1).long()
             at = (grown.cumsum(dim=1) - 1).clamp_min(0)[:, -20:]
             logits = model(tokens(2, 20, seed=3), attention_mask=grown, position_ids=at, past_key_values=cache).logits
-        found.append((positions(cache), logits, [part for layer in cache.layers for part in (layer.store.dense.keys,)]))
-    (ours, logits, keys), (theirs, other, turned) = found
+        outcomes.append(
+            (positions(cache), logits, [part for layer in cache.layers for part in (layer.store.dense.keys,)])
+        )
+    (ours, logits, keys), (theirs, logits_of_theirs, turned) = outcomes
     assert ours == theirs
-    torch.testing.assert_close(logits, other, atol=1e-4, rtol=1e-4)
-    for one, two in zip(keys, turned, strict=True):
-        torch.testing.assert_close(one, two, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits, logits_of_theirs, atol=1e-4, rtol=1e-4)
+    for ours_key, theirs_key in zip(keys, turned, strict=True):
+        torch.testing.assert_close(ours_key, theirs_key, atol=1e-4, rtol=1e-4)
 
 
 def test_rerotated_keys_are_those_of_a_prompt_of_the_kept_tokens() -> None:
-    """Of the first layer, whose keys depend on the token alone."""
+    """Keys of the first layer depend on the token alone."""
     model = tiny_model("llama")
-    module, given = real(model)
+    module, call = real(model)
     at = torch.tensor([1, 5, 6, 20])
     alone = model(tokens(2, LENGTH)[:, at], past_key_values=DynamicCache()).past_key_values.layers[0].keys
     module.rotary_emb = model.model.rotary_emb
     try:
-        found = kvpress.KeyRerotationPress.rerotate_keys(module, at.expand(2, 2, -1), given["keys"])
+        rerotated = kvpress.KeyRerotationPress.rerotate_keys(module, at.expand(2, 2, -1), call["keys"])
     finally:
         del module.rotary_emb
-    torch.testing.assert_close(found, alone, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(rerotated, alone, atol=1e-5, rtol=1e-5)
 
 
 def test_window_attention_is_that_of_the_model() -> None:
     model = tiny_model("qwen3", "eager")
-    module, given = real(model)
+    module, call = real(model)
     weights = model(tokens(2, LENGTH), output_attentions=True).attentions[0]
-    found = SnapKVPress.compute_window_attention(
-        module, given["hidden_states"], given["keys"], 4, given["position_embeddings"]
+    attention = SnapKVPress.compute_window_attention(
+        module, call["hidden_states"], call["keys"], 4, call["position_embeddings"]
     )
-    torch.testing.assert_close(found, weights[:, :, -4:, :-4], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(attention, weights[:, :, -4:, :-4], atol=1e-5, rtol=1e-5)
     mass = weights[:, :, -1].mean(dim=(0, 1))
     for threshold, lazy in ((0.99 * float(mass[:2].sum() + mass[-8:].sum()), True), (1.0, False)):
         press = kvpress.SimLayerKVPress(threshold, n_recent=8, n_initial=2)
-        assert press.is_lazy(module, given["hidden_states"], given["keys"], given["position_embeddings"]) == lazy
+        assert press.is_lazy(module, call["hidden_states"], call["keys"], call["position_embeddings"]) == lazy
 
 
 def test_layer_budgets_are_those_that_layers_keep() -> None:
@@ -171,7 +173,7 @@ def test_layer_budgets_are_those_that_layers_keep() -> None:
 
 
 class AsUsersDo(SnapKVPress):
-    """Has the `score` of NVIDIA kvpress, which asks the helper itself."""
+    """Has the `score` of NVIDIA kvpress, which calls the helper itself."""
 
     def score(self, module: Any, hidden_states: Any, keys: Any, values: Any, attentions: Any, kwargs: Any) -> Tensor:
         w, embeddings = self.window_size, kwargs["position_embeddings"]
@@ -188,29 +190,29 @@ class AsExpected(kvpress.ExpectedAttentionPress):
         return torch.einsum("bhgd,bhnd->bhgn", mean, keys).mul(keys.shape[3] ** -0.5).softmax(dim=-1).mean(dim=2)
 
 
-def test_helpers_that_a_users_score_asks_are_those_of_our_own() -> None:
+def test_helpers_called_by_a_users_score_are_ours() -> None:
     model, (ids, mask) = tiny_model("qwen3"), padded_batch([LENGTH, 31])
     settings = {"window_size": 4, "kernel_size": 3}
-    found = prefill(model, AsUsersDo(0.5, **settings), ids, mask)
-    assert positions(found) == positions(prefill(model, SnapKVPress(0.5, **settings), ids, mask))
-    # Without position_ids, padding counts for positions, which hidden states alone do not show.
+    cache = prefill(model, AsUsersDo(0.5, **settings), ids, mask)
+    assert positions(cache) == positions(prefill(model, SnapKVPress(0.5, **settings), ids, mask))
+    # Without position_ids, padding counts as positions, which hidden states alone do not show.
     ids, mask = tokens(2, LENGTH), None
     settings = {"use_covariance": False, "use_vnorm": False, "n_sink": 0}
-    found = prefill(model, AsExpected(0.5, **settings), ids, mask)
-    assert positions(found) == positions(prefill(model, kvpress.ExpectedAttentionPress(0.5, **settings), ids, mask))
+    cache = prefill(model, AsExpected(0.5, **settings), ids, mask)
+    assert positions(cache) == positions(prefill(model, kvpress.ExpectedAttentionPress(0.5, **settings), ids, mask))
 
 
 def test_a_reset_of_a_users_class_follows_every_block() -> None:
-    kind, asked = overriding(DecodingPress, "reset")
+    kind, calls = overriding(DecodingPress, "reset")
     model = tiny_model("llama")
     press = kvpress.PrefillDecodingPress(KnormPress(0.5), kind(KnormPress(), 4, 10))
     for blocks in (1, 2):
         with press(model):
             generate(model, tokens(1, 20))
-            assert len(asked) == blocks - 1
+            assert len(calls) == blocks - 1
     with pytest.raises(ZeroDivisionError), press(model):
         raise ZeroDivisionError
-    assert len(asked) == 3
+    assert len(calls) == 3
 
 
 @pytest.mark.parametrize(
@@ -223,7 +225,7 @@ def test_overrides_that_nothing_asks_are_refused(base: type[Any], name: str) -> 
     type("Unrelated", (KnormPress,), {name: lambda self: None})
 
 
-def test_what_a_prompt_decides_is_known_after_it() -> None:
+def test_decisions_of_a_prompt_are_set_after_it() -> None:
     model, press = tiny_model("llama"), kvpress.SimLayerKVPress(0.0, n_recent=8, n_initial=2)
     assert not hasattr(press, "compression_ratio")
     with press(model):
@@ -245,7 +247,7 @@ def test_names_of_modules_there() -> None:
 
 
 class Marking(kvpress.AdaKVPress):
-    """Calls the `compress` of a head-wise press, which marks what it evicts on the module."""
+    """Calls the `compress` of a head-wise press, which marks evicted pairs on the module."""
 
     def compress(self, module: Any, hidden_states: Any, keys: Any, values: Any, attentions: Any, kwargs: Any) -> Any:
         keys, values = super().compress(module, hidden_states, keys, values, attentions, kwargs)
@@ -253,15 +255,15 @@ class Marking(kvpress.AdaKVPress):
         return keys, values
 
 
-def test_a_head_wise_compress_marks_what_it_evicts() -> None:
+def test_a_head_wise_compress_marks_evicted_pairs() -> None:
     model, (ids, mask) = tiny_model("llama"), padded_batch([LENGTH, 31])
-    found = prefill(model, Marking(KnormPress(0.5)), ids, mask)
-    assert positions(found) == positions(prefill(model, kvpress.AdaKVPress(KnormPress(0.5)), ids, mask))
-    module, *rest = arguments(model, LENGTH)
+    cache = prefill(model, Marking(KnormPress(0.5)), ids, mask)
+    assert positions(cache) == positions(prefill(model, kvpress.AdaKVPress(KnormPress(0.5)), ids, mask))
+    module, *inputs = arguments(model, LENGTH)
     press = kvpress.AdaKVPress(KnormPress(0.5))
-    assert press.compress(module, *rest)[0].shape[2] == LENGTH
+    assert press.compress(module, *inputs)[0].shape[2] == LENGTH
     assert len(module.masked_key_indices[0]) == 2 * 2 * 20
-    # Marks that were left by hand are nobody's inside a block.
+    # Marks that were set outside a session are ignored inside it.
     assert pairs(prefill(model, Whole(), ids)) == {LENGTH}
     assert not hasattr(module, "masked_key_indices")
 
@@ -278,7 +280,7 @@ def test_modules_that_are_stand_ins_are_enough_where_nothing_is_read_of_them() -
     assert kvpress.BlockPress(KnormPress(0.5), 4).compress(module, None, keys, values, None, {})[0].shape[2] == 5
 
 
-def test_the_pipeline_logs_what_it_reads_and_keeps(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_pipeline_logs_read_and_kept_tokens(caplog: pytest.LogCaptureFixture) -> None:
     model, tokenizer = kvpress.load_model("reference")
     pipe = kvpress.KVPressTextGenerationPipeline(model=model, tokenizer=tokenizer)
     with caplog.at_level(logging.DEBUG):

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `kvpress/hf/` relies on in transformers. A failure here names what changed, before any numeric test does."""
+"""Signatures and behaviour of transformers that `kvpress/hf/` relies on.
+
+A failure here names the change, before any numeric test fails.
+"""
 
 from __future__ import annotations
 
@@ -54,17 +57,17 @@ def test_register(interface: Any) -> None:
 
 
 def test_get_interface() -> None:
-    found = modeling_utils.ALL_ATTENTION_FUNCTIONS.get_interface
-    assert parameters(found) == ["attn_implementation", "default"], changed("ALL_ATTENTION_FUNCTIONS.get_interface")
-    assert found("eager", len) is len, changed("get_interface: `eager` no longer gives the default")
+    lookup = modeling_utils.ALL_ATTENTION_FUNCTIONS.get_interface
+    assert parameters(lookup) == ["attn_implementation", "default"], changed("ALL_ATTENTION_FUNCTIONS.get_interface")
+    assert lookup("eager", len) is len, changed("get_interface: `eager` no longer gives the default")
     with pytest.raises(KeyError):
-        found("no_such_attention", len)
+        lookup("no_such_attention", len)
     assert "sdpa" in masking_utils.ALL_MASK_ATTENTION_FUNCTIONS, changed("ALL_MASK_ATTENTION_FUNCTIONS")
     assert "eager" in masking_utils.ALL_MASK_ATTENTION_FUNCTIONS, changed("ALL_MASK_ATTENTION_FUNCTIONS")
 
 
 class Spy:
-    """Stands in for our two functions and records what transformers hands them."""
+    """Replaces our two functions and records the arguments from transformers."""
 
     def __init__(self) -> None:
         self.mask: list[dict[str, Any]] = []
@@ -91,44 +94,44 @@ class Spy:
             AttentionMaskInterface._global_mapping.pop("signature_probe")
 
 
-def test_what_the_mask_function_is_given() -> None:
+def test_arguments_of_the_mask_function() -> None:
     spy, padding = Spy(), torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
     spy.run(tiny_model("llama"), tokens(2, 5), attention_mask=padding, use_cache=True)
     assert len(spy.mask) == 1, changed("create_causal_mask: it builds another number of masks")
-    found = spy.mask[0]
-    assert found["args"] == (), changed("create_causal_mask: it passes arguments by position")
+    call = spy.mask[0]
+    assert call["args"] == (), changed("create_causal_mask: it passes arguments by position")
     needed = {"batch_size", "q_length", "kv_length", "q_offset", "kv_offset", "attention_mask", "config"}
-    assert needed <= set(found), changed(f"create_causal_mask: {sorted(needed - set(found))} missing")
-    assert found["attention_mask"].shape == (2, 5), changed("create_causal_mask: the mask is no longer the 2-D one")
-    assert found["attention_mask"].dtype == torch.bool, changed("create_causal_mask: the mask is no longer boolean")
+    assert needed <= set(call), changed(f"create_causal_mask: {sorted(needed - set(call))} missing")
+    assert call["attention_mask"].shape == (2, 5), changed("create_causal_mask: the mask is no longer the 2-D one")
+    assert call["attention_mask"].dtype == torch.bool, changed("create_causal_mask: the mask is no longer boolean")
     assert parameters(functions.mask)[:5] == ["batch_size", "q_length", "kv_length", "q_offset", "kv_offset"]
 
 
-def test_what_the_attention_function_is_given() -> None:
+def test_arguments_of_the_attention_function() -> None:
     spy = Spy()
     spy.run(tiny_model("llama"), tokens(2, 5), use_cache=True)
     assert len(spy.attention) == 3, changed("the attention interface")
-    found = spy.attention[0]
-    module, query, key, value, mask = found.pop("args")
+    call = spy.attention[0]
+    module, query, key, value, mask = call.pop("args")
     assert type(module).__name__ == "LlamaAttention", changed("the attention interface: the module comes first")
     assert module.layer_idx == 0, changed("layer_idx of attention modules")
     assert (query.shape, key.shape, value.shape) == ((2, 4, 5, 32), (2, 2, 5, 32), (2, 2, 5, 32)), changed("the layout")
     assert mask is None, changed("the mask of a batch without padding")
-    assert {"scaling", "dropout"} <= set(found), changed("arguments of the attention interface")
-    extra = {n for n, v in found.items() if isinstance(v, (torch.Tensor, float))} - {"scaling", "dropout"}
+    assert {"scaling", "dropout"} <= set(call), changed("arguments of the attention interface")
+    extra = {n for n, v in call.items() if isinstance(v, (torch.Tensor, float))} - {"scaling", "dropout"}
     assert extra <= functions.KNOWN_ATTENTION_ARGUMENTS, changed(f"the attention interface: {extra} are new")
 
 
-def test_what_attention_modules_are_given() -> None:
-    model, found = tiny_model("llama"), []
+def test_arguments_of_attention_modules() -> None:
+    model, calls = tiny_model("llama"), []
     hook = model.model.layers[0].self_attn.register_forward_pre_hook(
-        lambda m, a, k: found.append((a, k)), with_kwargs=True
+        lambda m, a, k: calls.append((a, k)), with_kwargs=True
     )
     try:
         model(tokens(1, 5), use_cache=True)
     finally:
         hook.remove()
-    args, kwargs = found[0]
+    args, kwargs = calls[0]
     assert args == (), changed("decoder layers: attention is called with arguments by position")
     for name in ("hidden_states", CACHE, "position_embeddings"):
         assert name in kwargs, changed(f"decoder layers: {name} is not passed to attention")
@@ -138,7 +141,7 @@ def test_what_attention_modules_are_given() -> None:
 @pytest.mark.parametrize("name", sorted({CACHE, "past_key_values"}))
 @pytest.mark.parametrize("spec", ["knorm:0.5", "bounded(knorm:0.5):chunk=8"])
 def test_a_cache_may_be_given_by_each_of_its_names(spec: str, name: str) -> None:
-    """`past_key_values` is another name of `cache` from transformers 5.24 on."""
+    """`past_key_values` is a second name of `cache` from transformers 5.24 on."""
     model, ids = tiny_model("llama"), tokens(1, 40)
     with kvpress.get_press(spec)(model) as session, torch.no_grad():
         cache = DynamicCache(config=model.config)
@@ -146,24 +149,24 @@ def test_a_cache_may_be_given_by_each_of_its_names(spec: str, name: str) -> None
         assert session.cache is cache
         assert kvpress.memory_report(cache).kept == 3 * 2 * 20
         refused(model, lambda: model.generate(ids, **{name: cache}), ValueError, "holds all 40 tokens")
-        found = model.generate(tokens(1, 41), **{name: cache}, max_new_tokens=3, return_dict_in_generate=True)
-        assert found[CACHE] is session.cache is cache
+        output = model.generate(tokens(1, 41), **{name: cache}, max_new_tokens=3, return_dict_in_generate=True)
+        assert output[CACHE] is session.cache is cache
         assert cache.get_seq_length() == 43
 
 
-def test_what_the_decoder_is_given() -> None:
-    model, found = tiny_model("llama"), []
-    hook = model.get_decoder().register_forward_pre_hook(lambda m, a, k: found.append((a, k)), with_kwargs=True)
+def test_arguments_of_the_decoder() -> None:
+    model, calls = tiny_model("llama"), []
+    hook = model.get_decoder().register_forward_pre_hook(lambda m, a, k: calls.append((a, k)), with_kwargs=True)
     try:
         model(tokens(1, 5), attention_mask=torch.ones(1, 5), output_attentions=False)
         model.generate(tokens(1, 5), max_new_tokens=2)
     finally:
         hook.remove()
-    for args, kwargs in found:
+    for args, kwargs in calls:
         assert args == (), changed("causal language models: the decoder is called by position")
         for name in ("input_ids", "attention_mask", CACHE, "position_ids"):
             assert name in kwargs, changed(f"causal language models: {name} is not passed to the decoder")
-    assert "output_attentions" in found[0][1], changed("where output_attentions goes")
+    assert "output_attentions" in calls[0][1], changed("where output_attentions goes")
 
 
 def test_cache_layers() -> None:
@@ -202,22 +205,22 @@ def test_caches() -> None:
         assert hasattr(Cache, name), changed(f"Cache.{name}")
     assert "config" in parameters(DynamicCache), changed("DynamicCache(config=)")
     config = tiny_model("gemma3_text").config
-    made = DynamicCache(config=config)
-    assert made.layer_class_to_replicate is None, changed("DynamicCache(config=): layers are made lazily")
-    assert [type(layer) is DynamicLayer for layer in made.layers] == [False, True, True], changed(
+    configured = DynamicCache(config=config)
+    assert configured.layer_class_to_replicate is None, changed("DynamicCache(config=): layers are made lazily")
+    assert [type(layer) is DynamicLayer for layer in configured.layers] == [False, True, True], changed(
         "DynamicCache(config=)"
     )
-    bare = DynamicCache()
-    assert bare.layer_class_to_replicate is DynamicLayer, changed("DynamicCache(): layers are not made lazily")
-    assert bare.layers == [], changed("DynamicCache(): layers are not made lazily")
+    unconfigured = DynamicCache()
+    assert unconfigured.layer_class_to_replicate is DynamicLayer, changed("DynamicCache(): layers are not made lazily")
+    assert unconfigured.layers == [], changed("DynamicCache(): layers are not made lazily")
     assert "Static" in cache_utils.StaticLayer.__name__, changed("names of static layers")
 
 
 def test_layer_types() -> None:
     assert parameters(get_layer_types_and_kwargs)[0] == "config", changed("get_layer_types_and_kwargs")
-    found = get_layer_types_and_kwargs(tiny_model("gemma3_text").config)
-    assert len(found) == 2, changed("get_layer_types_and_kwargs: what it returns")
-    assert found[0] == ["sliding_attention", "full_attention", "full_attention"], changed("names of layer types")
+    layout = get_layer_types_and_kwargs(tiny_model("gemma3_text").config)
+    assert len(layout) == 2, changed("get_layer_types_and_kwargs: what it returns")
+    assert layout[0] == ["sliding_attention", "full_attention", "full_attention"], changed("names of layer types")
     assert get_layer_types_and_kwargs(tiny_model("llama").config)[0] == ["full_attention"] * 3, changed("layer types")
 
 
@@ -254,15 +257,15 @@ def test_generate() -> None:
         "use_cache",
     ):
         assert name in settings, changed(f"GenerationConfig.{name}")
-    found = []
+    reads = []
     hook = model.get_decoder().register_forward_pre_hook(
-        lambda m, a, k: found.append((k["input_ids"].shape[1], k[CACHE].get_seq_length())), with_kwargs=True
+        lambda m, a, k: reads.append((k["input_ids"].shape[1], k[CACHE].get_seq_length())), with_kwargs=True
     )
     try:
         model.generate(tokens(1, 9), max_new_tokens=3, do_sample=False, prefill_chunk_size=4)
     finally:
         hook.remove()
-    assert found == [(4, 0), (4, 4), (1, 8), (1, 9), (1, 10)], changed("how a prompt is read in chunks")
+    assert reads == [(4, 0), (4, 4), (1, 8), (1, 9), (1, 10)], changed("how a prompt is read in chunks")
 
 
 def test_pipelines() -> None:

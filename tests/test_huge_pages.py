@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory for pairs that every token reads."""
+"""Huge pages for pairs that every token reads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def rows(dtype: torch.dtype = torch.bfloat16, size: int = LEAST_BYTES) -> Tensor
 
 
 def asks_for_huge_pages(*tensors: Tensor) -> list[bool]:
-    """What the kernel says of the mapping that the middle of each tensor is in."""
+    """Return, for each tensor, whether the kernel was advised to use huge pages for its middle."""
     mappings = []
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, *fields = line.split()
@@ -37,22 +37,22 @@ def asks_for_huge_pages(*tensors: Tensor) -> list[bool]:
         elif name == "VmFlags:":
             mappings.append((begin, end, "hg" in fields))
     middles = [tensor.data_ptr() + tensor.nbytes // 2 for tensor in tensors]
-    found = [asked for middle in middles for begin, end, asked in mappings if begin <= middle < end]
-    assert len(found) == len(tensors), "a tensor is in no mapping"
-    return found
+    flags = [advised for middle in middles for begin, end, advised in mappings if begin <= middle < end]
+    assert len(flags) == len(tensors), "a tensor is in no mapping"
+    return flags
 
 
 @on_linux
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_large_rows_get_huge_pages_and_keep_their_values(dtype: torch.dtype) -> None:
-    given = rows(dtype)
-    found = moved(given)
-    assert asks_for_huge_pages(found) == [True]
-    assert found.dtype == dtype
-    assert torch.equal(found, given)
-    found[0] += 1
-    assert not torch.equal(found, given)
-    assert found.untyped_storage().nbytes() == given.nbytes
+    source = rows(dtype)
+    copied = moved(source)
+    assert asks_for_huge_pages(copied) == [True]
+    assert copied.dtype == dtype
+    assert torch.equal(copied, source)
+    copied[0] += 1
+    assert not torch.equal(copied, source)
+    assert copied.untyped_storage().nbytes() == source.nbytes
 
 
 def test_small_rows_and_those_of_other_devices_stay() -> None:
@@ -72,63 +72,68 @@ def no_mapping(*_: object, **__: object) -> mmap.mmap:
 
 
 def test_pinned_rows_stay_for_the_device_that_fetches_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = rows()
-    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: tensor is given)
-    assert moved(given) is given
+    pinned = rows()
+    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: tensor is pinned)
+    assert moved(pinned) is pinned
 
 
 @on_linux
 def test_rows_that_lie_on_huge_pages_are_not_copied_again() -> None:
-    found = moved(rows())
-    assert moved(found) is found
-    assert moved(found[1:]).data_ptr() == found[1:].data_ptr()
+    copied = moved(rows())
+    assert moved(copied) is copied
+    assert moved(copied[1:]).data_ptr() == copied[1:].data_ptr()
 
 
 @on_linux
 @pytest.mark.parametrize("refusing", [NoAdvice, no_mapping])
 def test_rows_stay_where_there_are_no_huge_pages(refusing: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mmap, "mmap", refusing)
-    given = rows()
-    assert moved(given) is given
-    assert asks_for_huge_pages(empty(given.shape, given)) == [False]
+    source = rows()
+    assert moved(source) is source
+    assert asks_for_huge_pages(empty(source.shape, source)) == [False]
 
 
-def stored(held: Held) -> list[Tensor]:
-    """What a format has for every pair, or group of pairs."""
-    found = []
-    for name in held.stored_names():
-        value, kind = getattr(held, name), held.declared()[name].kind
+def stored(declared: Held) -> list[Tensor]:
+    """Return the tensors of a format with an entry for every pair, or group of pairs."""
+    tensors = []
+    for name in declared.stored_names():
+        value, kind = getattr(declared, name), declared.declared()[name].kind
         if isinstance(value, Held) and not isinstance(value, Axis):
-            found += stored(value)
+            tensors += stored(value)
         elif isinstance(value, Tensor) and kind in ("pair", "group") and value.numel():
-            found.append(value)
-    return found
+            tensors.append(value)
+    return tensors
 
 
 @on_linux
 @every_codec
 def test_pairs_of_every_format_get_huge_pages_and_keep_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "LEAST_BYTES", 1)
-    given = segment(name, [16] * 4)
-    keys, values = given.read(slice(None))
+    original = segment(name, [16] * 4)
+    keys, values = original.read(slice(None))
     if name != "in a file":
-        given.put(None)
-    some = torch.arange(4, given.layout.total)
-    for found, first in (
-        (given, 0),
-        (given.take(some, Layout([12, 16, 16, 16])), 4),
-        (given.take(torch.arange(given.layout.total), given.layout), 0),
-        (Segment.join([given, given]).take(torch.arange(4 * 32).view(4, 2, 16)[:, 1].flatten(), given.layout), 0),
+        original.put(None)
+    some = torch.arange(4, original.layout.total)
+    for stored_segment, first in (
+        (original, 0),
+        (original.take(some, Layout([12, 16, 16, 16])), 4),
+        (original.take(torch.arange(original.layout.total), original.layout), 0),
+        (
+            Segment.join([original, original]).take(
+                torch.arange(4 * 32).view(4, 2, 16)[:, 1].flatten(), original.layout
+            ),
+            0,
+        ),
     ):
-        assert len(stored(found)) >= 2
+        assert len(stored(stored_segment)) >= 2
         if name != "in a file":
-            assert all(asks_for_huge_pages(*stored(found)))
-        assert torch.equal(found.read(slice(None))[0], keys[first:])
-        assert torch.equal(found.read(slice(None))[1], values[first:])
+            assert all(asks_for_huge_pages(*stored(stored_segment)))
+        assert torch.equal(stored_segment.read(slice(None))[0], keys[first:])
+        assert torch.equal(stored_segment.read(slice(None))[1], values[first:])
 
 
 @on_linux
-def test_what_is_encoded_while_a_model_runs_gets_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codes_written_while_a_model_runs_get_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "LEAST_BYTES", 1)
     model = tiny_model("llama")
     for spec in (
@@ -153,12 +158,12 @@ def test_parts_of_several_types_are_joined_as_torch_does(monkeypatch: pytest.Mon
 @torch.enable_grad()
 def test_rows_with_a_gradient_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "LEAST_BYTES", 1)
-    given = torch.ones(4, 2, requires_grad=True)
-    (memory.taken(given, torch.tensor([1, 1])).sum() + memory.joined([given, given]).sum()).backward()
-    assert given.grad is not None
-    assert given.grad.tolist() == [[2, 2], [4, 4], [2, 2], [2, 2]]
-    memory.joined([torch.ones(4, 2), given]).sum().backward()
-    assert given.grad.tolist() == [[3, 3], [5, 5], [3, 3], [3, 3]]
+    source = torch.ones(4, 2, requires_grad=True)
+    (memory.taken(source, torch.tensor([1, 1])).sum() + memory.joined([source, source]).sum()).backward()
+    assert source.grad is not None
+    assert source.grad.tolist() == [[2, 2], [4, 4], [2, 2], [2, 2]]
+    memory.joined([torch.ones(4, 2), source]).sum().backward()
+    assert source.grad.tolist() == [[3, 3], [5, 5], [3, 3], [3, 3]]
 
 
 @on_linux
@@ -167,6 +172,6 @@ def test_a_window_that_grows_past_the_limit_gets_huge_pages_and_keeps_its_pairs(
     window = Window.empty_like(keys, values)
     window.append(keys[:, :, :-1].clone(), values[:, :, :-1].clone())
     window.append(keys[:, :, -1:], values[:, :, -1:])
-    for held, given in ((window.keys, keys), (window.values, values)):
-        assert asks_for_huge_pages(held) == [True]
-        assert torch.equal(held[:, :, : window.length], given)
+    for grown, written in ((window.keys, keys), (window.values, values)):
+        assert asks_for_huge_pages(grown) == [True]
+        assert torch.equal(grown[:, :, : window.length], written)

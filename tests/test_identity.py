@@ -23,7 +23,7 @@ MODES: dict[str, dict[str, Any]] = {
     "sequences": {"do_sample": True, "num_return_sequences": 2},
     "chunked": {"prefill_chunk_size": 7},
 }
-# Their attention needs what sdpa cannot do (soft caps, sinks).
+# Their attention needs features that sdpa lacks (soft caps, sinks).
 EAGER_ONLY = {"gemma2", "gpt_oss"}
 OFF = ["none", "snapkv:0", "kivi:bits=2,residual_length=4096", "quest:budget=4096"]
 
@@ -48,8 +48,8 @@ def test_off_equals_stock(family: str, implementation: str, mode: dict[str, Any]
     model = tiny_model(family, implementation)
     expected = generate(model, *prompt, **mode)
     with kvpress.get_press("none")(model):
-        found = generate(model, *prompt, **mode)
-    assert torch.equal(found.sequences, expected.sequences)
+        output = generate(model, *prompt, **mode)
+    assert torch.equal(output.sequences, expected.sequences)
 
 
 @pytest.mark.skipif(
@@ -63,8 +63,8 @@ def test_off_equals_stock_under_flash_attention(family: str, mode: str) -> None:
     ids, mask = (part.cuda() for part in padded_batch([30, 17, 9]))
     expected = generate(model, ids, mask, **MODES[mode])
     with kvpress.get_press("none")(model):
-        found = generate(model, ids, mask, **MODES[mode])
-    assert torch.equal(found.sequences, expected.sequences)
+        output = generate(model, ids, mask, **MODES[mode])
+    assert torch.equal(output.sequences, expected.sequences)
 
 
 @pytest.mark.parametrize("spec", OFF)
@@ -74,13 +74,13 @@ def test_presses_that_remove_nothing_equal_stock(family: str, spec: str) -> None
     for ids, mask in ((tokens(1, 30), None), padded_batch([30, 17, 9])):
         expected = generate(model, ids, mask)
         with kvpress.get_press(spec)(model):
-            found = generate(model, ids, mask)
-        assert torch.equal(found.sequences, expected.sequences)
+            output = generate(model, ids, mask)
+        assert torch.equal(output.sequences, expected.sequences)
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f not in ("gpt_oss", "gemma2")])
-@pytest.mark.parametrize("whole", [True, False], ids=["all-ids", "new-ids"])
-def test_second_turn(family: str, whole: bool) -> None:
+@pytest.mark.parametrize("all_ids", [True, False], ids=["all-ids", "new-ids"])
+def test_second_turn(family: str, all_ids: bool) -> None:
     model = tiny_model(family)
     ids, mask = padded_batch([20, 13, 6])
     question = tokens(3, 5, seed=9)
@@ -91,19 +91,19 @@ def test_second_turn(family: str, whole: bool) -> None:
         full = torch.cat([mask, torch.ones(3, sequence.shape[1] - mask.shape[1], dtype=mask.dtype)], dim=1)
         # The last generated token has not been read yet, so it belongs to the new ids.
         new = sequence[:, first.past_key_values.get_seq_length() :]
-        return generate(model, sequence if whole else new, full, past_key_values=first.past_key_values).sequences
+        return generate(model, sequence if all_ids else new, full, past_key_values=first.past_key_values).sequences
 
     expected = two_turns()
     with kvpress.get_press("none")(model):
-        found = two_turns()
-    assert torch.equal(found, expected)
+        sequences = two_turns()
+    assert torch.equal(sequences, expected)
 
 
 @pytest.mark.parametrize(("family", "native"), [("llama", False), ("qwen3", False), ("gpt_oss", True)])
 def test_few_tokens_behind_many_are_read_without_copies_for_every_query_head(
     family: str, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As drafts are verified. Attention that is not torch's sdpa stays the model's own."""
+    """Several tokens in one pass, as drafts are checked; a model with an attention of its own keeps it."""
     monkeypatch.setattr(functions, "MANY", 24)
     model = tiny_model(family, "eager" if native else "sdpa")
     (ids, mask), new = padded_batch([40, 27]), tokens(2, 5, seed=3)
@@ -113,15 +113,15 @@ def test_few_tokens_behind_many_are_read_without_copies_for_every_query_head(
         expected = model(new, attention_mask=grow(mask, 5), past_key_values=caches[0]).logits
         with kvpress.get_press("none")(model):
             model(ids, attention_mask=mask, past_key_values=caches[1])
-            handed: list[int] = []
+            native_calls: list[int] = []
             run = functions.native_attention
-            monkeypatch.setattr(functions, "native_attention", lambda module: handed.append(1) or run(module))
-            found = model(new, attention_mask=grow(mask, 5), past_key_values=caches[1]).logits
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
-    assert bool(handed) == native
+            monkeypatch.setattr(functions, "native_attention", lambda module: native_calls.append(1) or run(module))
+            logits = model(new, attention_mask=grow(mask, 5), past_key_values=caches[1]).logits
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-3)
+    assert bool(native_calls) == native
 
 
-def test_prefill_logits_are_bit_identical_whatever_the_press() -> None:
+def test_prefill_logits_are_bit_identical_under_any_press() -> None:
     model = tiny_model("qwen3")
     ids, mask = padded_batch([40, 25])
     expected = model(ids, attention_mask=mask).logits
@@ -141,8 +141,8 @@ def test_a_prefix_read_outside_is_taken_over() -> None:
     expected = model(ids).logits[:, -4:]
     prefix = model(ids[:, :20], use_cache=True).past_key_values
     with kvpress.get_press("none")(model):
-        found = model(ids[:, 20:], past_key_values=prefix).logits
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        logits = model(ids[:, 20:], past_key_values=prefix).logits
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_an_uncompressed_cache_can_be_read_outside() -> None:
@@ -151,5 +151,5 @@ def test_an_uncompressed_cache_can_be_read_outside() -> None:
     expected = model(ids).logits[:, -4:]
     with kvpress.get_press("none")(model):
         cache = model(ids[:, :20], use_cache=True).past_key_values
-    found = model(ids[:, 20:], past_key_values=cache).logits
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    logits = model(ids[:, 20:], past_key_values=cache).logits
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)

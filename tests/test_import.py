@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Importing the package is cheap and changes nothing; one file knows transformers."""
+"""Importing the package is cheap and has no side effect; one file imports transformers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if "data" not in path.re
 
 
 def python(code: str) -> str:
-    """Run code in a fresh interpreter and return what it prints."""
+    """Run code in a new interpreter and return its output."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)  # noqa: S603
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -38,7 +38,7 @@ def test_import_loads_nothing_heavy() -> None:
         "import kvpress, transformers; pipeline = transformers.pipeline",
     ],
 )
-def test_the_pipeline_is_known_once_both_are_imported_and_loaded_once_it_is_asked_for(lines: str) -> None:
+def test_the_pipeline_is_registered_on_import_and_loaded_on_use(lines: str) -> None:
     code = f"""
 import sys
 {lines}
@@ -84,49 +84,49 @@ def test_every_public_name_exists_and_nothing_else() -> None:
 
 
 def imports(path: Path) -> set[str]:
-    """Top-level packages that a source file imports anywhere, lazily or not."""
-    found = set()
+    """Return the top-level packages that a source file imports anywhere, lazily or not."""
+    modules = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
+            modules |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module.split(".")[0])
+            modules.add(node.module.split(".")[0])
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module":
-            found |= {str(a.value).split(".")[0] for a in node.args if isinstance(a, ast.Constant)}
-    return found
+            modules |= {str(a.value).split(".")[0] for a in node.args if isinstance(a, ast.Constant)}
+    return modules
 
 
 RANKS = (
     "env", "signals", "counts", "kernels", "cache", "observe", "core", "presses", "quant", "sparse",
     "calibrate", "hf", "diffusion", "speculation", "utils", "pipeline", "plan", "terminal", "cli",
 )  # fmt: skip
-"""Rooms of the library, those that others build on first: a module knows its own room and those before it."""
+"""Rooms of the library, lowest first: a module imports its own room and the rooms before it."""
 
 
 def name_of(path: Path) -> str:
-    """Name of a module below `kvpress`, without the package; the package itself is empty."""
+    """Return the name of a module below `kvpress`, without the package; empty for the package itself."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def arrows() -> dict[str, set[str]]:
-    """Modules of the library that each module imports anywhere: at its top, in functions, for type checkers."""
+    """Return all imports of the library within itself: at the top of a module, in functions, for type checkers."""
     names = {name_of(path) for path in SOURCES}
-    found: dict[str, set[str]] = {}
+    imported: dict[str, set[str]] = {}
     for path in SOURCES:
-        known: set[str] = set()
+        targets: set[str] = set()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
-                known |= {alias.name for alias in node.names if alias.name.startswith("kvpress.")}
+                targets |= {alias.name for alias in node.names if alias.name.startswith("kvpress.")}
             elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "kvpress":
-                whole = [f"{node.module}.{alias.name}" for alias in node.names]
-                known |= {name if name.removeprefix("kvpress.") in names else str(node.module) for name in whole}
-        found[name_of(path)] = {name.removeprefix("kvpress").removeprefix(".") for name in known} - {""}
-    return found
+                paths = [f"{node.module}.{alias.name}" for alias in node.names]
+                targets |= {name if name.removeprefix("kvpress.") in names else str(node.module) for name in paths}
+        imported[name_of(path)] = {name.removeprefix("kvpress").removeprefix(".") for name in targets} - {""}
+    return imported
 
 
 def rank(module: str) -> int:
-    """Place of the room that a module lies in."""
+    """Return the index of the room that a module belongs to."""
     return max(
         (place for place, room in enumerate(RANKS) if module == room or module.startswith(f"{room}.")),
         key=lambda place: len(RANKS[place]),
@@ -134,18 +134,18 @@ def rank(module: str) -> int:
 
 
 def test_every_arrow_runs_down() -> None:
-    for module, known in arrows().items():
+    for module, targets in arrows().items():
         if module:
-            up = {other for other in known if rank(other) > rank(module)}
+            up = {target for target in targets if rank(target) > rank(module)}
             assert not up, f"{module} knows {sorted(up)}, which lie above it"
 
 
-def test_no_modules_know_each_other() -> None:
-    left = {module: set(known) for module, known in arrows().items() if module}
-    while free := [module for module, known in left.items() if not known & set(left)]:
+def test_no_modules_import_each_other() -> None:
+    remaining = {module: set(targets) for module, targets in arrows().items() if module}
+    while free := [module for module, targets in remaining.items() if not targets & set(remaining)]:
         for module in free:
-            del left[module]
-    assert not left, f"these modules know each other: {sorted(left)}"
+            del remaining[module]
+    assert not remaining, f"these modules import each other: {sorted(remaining)}"
 
 
 def test_only_one_package_imports_transformers() -> None:

@@ -55,9 +55,9 @@ def test_generation_is_the_same_without_the_kernels(monkeypatch: pytest.MonkeyPa
     model = tiny_model("llama")
     ids, mask = padded_batch([300, 210])
     for spec in CASES:
-        found = []
+        sequences = []
         for enabled in ("1", "0"):
             monkeypatch.setenv("KVPRESS_CPU_KERNELS", enabled)
             with kvpress.get_press(spec)(model):
-                found.append(model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False))
-        assert torch.equal(*found)
+                sequences.append(model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False))
+        assert torch.equal(*sequences)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report counts what is really held, and what was evicted is really gone."""
+"""Reported bytes are all bytes held, and evicted pairs are freed."""
 
 from __future__ import annotations
 
@@ -56,17 +56,17 @@ PRESSES = [
     f"adakv(expected_attention:0.5) + {KIVI}4 + {QUEST}",
 ]
 LEAVE_ALL = ("none", QUEST, DECODING, "tidal_decode:budget=12,skip_layers=0")
-"""What leaves all of a prompt that is read."""
+"""Presses that keep a whole prompt."""
 
 
 def held(root: Any) -> int:
-    """Bytes of the storages behind all reachable tensors, each once."""
+    """Return the bytes of the storages behind all reachable tensors, each once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in reachable(root)}
     return sum(storages.values())
 
 
 def cached_layouts(cache: Any) -> int:
-    """Bytes of lengths and offsets that layouts keep on the host: a few numbers per stream, not per pair."""
+    """Return the bytes of lengths and offsets that layouts keep on the host: a few numbers per stream, not per pair."""
     stores = [layer.store for layer in cache.layers if hasattr(layer, "store")]
     segments = [segment for store in stores for segment in store.sealed]
     indexes = [index for owner in (*stores, *segments) for index in owner.index.values()]
@@ -86,7 +86,7 @@ def read(model: Any, press: Any, ids: Tensor, mask: Tensor | None = None, new: i
 
 
 @every_pair(spec=PRESSES, padded={"even": False, "padded": True}, new={"prefill": 0, "generated": 9})
-def test_the_total_is_what_is_held_and_positions_ascend_without_repeats(spec: str, padded: bool, new: int) -> None:
+def test_the_total_is_the_held_bytes_and_positions_ascend_without_repeats(spec: str, padded: bool, new: int) -> None:
     ids, mask = padded_batch([40, 26, 13]) if padded else (tokens(3, 40), None)
     cache = read(tiny_model("llama"), kvpress.get_press(spec), ids, mask, new)
     report = kvpress.memory_report(cache)
@@ -131,7 +131,7 @@ def test_layers_with_a_window_hold_it_alone_after_a_prompt(family: str, settings
         assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False, **settings), plain)
 
 
-def test_a_report_of_a_hybrid_model_names_what_can_shrink() -> None:
+def test_a_report_of_a_hybrid_model_names_the_compressible_share() -> None:
     report = kvpress.memory_report(read(tiny_model("gemma3_text"), kvpress.KnormPress(0.5), tokens(1, 40)))
     part = report.shrinking
     assert [layer.layer for layer in part.layers] == [1, 2]
@@ -197,10 +197,10 @@ def test_nothing_of_the_prompt_s_size_stays(spec: str) -> None:
     model, length = tiny_model("llama"), 400
     spec = spec.replace("budget=12", "budget=100")
     cache = read(model, kvpress.get_press(spec), tokens(1, length))
-    whole = 2 * length * 32 * 4  # keys or values of one layer
+    prompt_bytes = 2 * length * 32 * 4  # keys or values of one layer
     sizes = [t.untyped_storage().nbytes() for t in reachable(cache)]
     # 8-bit codes of all pairs are a quarter of one float32 tensor; half of the pairs are half of it.
-    assert max(sizes) <= 0.76 * whole
+    assert max(sizes) <= 0.76 * prompt_bytes
     for layer in cache.layers:
         assert layer.call is None
 
@@ -216,7 +216,7 @@ def test_a_press_that_evicts_frees_the_keys_that_the_model_computed() -> None:
 
 
 @pytest.mark.parametrize("spec", ["knorm:0.5", "adakv(snapkv:0.5,window_size=4)", KIVI + "2", PRESSES[-1]])
-def test_copies_share_what_is_sealed(spec: str) -> None:
+def test_copies_share_sealed_pairs(spec: str) -> None:
     model, press = tiny_model("llama"), kvpress.get_press(spec)
     cache = read(model, press, tokens(2, 400))
     copies = [copy.deepcopy(cache) for _ in range(5)]
@@ -228,7 +228,7 @@ def test_copies_share_what_is_sealed(spec: str) -> None:
     assert all(
         t.untyped_storage().data_ptr() in shared for s in sealed for group in s.storage().values() for t in group
     )
-    # Layouts note their offsets as tensors when they are first asked.
+    # Layouts create the tensors of their offsets on first use.
     before = [t.clone() for t in reachable(cache, Layout)]
     with kvpress.reading(model, press):
         for n, twin in enumerate(copies):
@@ -246,7 +246,7 @@ def test_bits_per_value_of_kivi_in_closed_form(bits: int, dtype: torch.dtype) ->
     encoded = (length - residual) // group * group
     wide = 8 * dtype.itemsize
     parameter = 32 if dtype == torch.float32 else 16
-    # Keys: scale and zero per channel and 32 tokens; values: per token and 32 channels.
+    # Keys: scale and zero point per channel and 32 tokens; values: per token and 32 channels.
     per_value = bits + 2 * parameter / group
     expected = (encoded * per_value + (length - encoded) * wide) / length
     assert dim == group

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages name what to write, and what users write is taken as they mean it."""
+"""Messages name the fix, and commands accept input in the forms that users write."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_numbers_of_tokens(text: Any, count: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["8kb", "k", "-1", "1.5", "8 000", "", "1e3", "nan", None])
-def test_what_is_no_number_of_tokens(text: Any) -> None:
+def test_invalid_numbers_of_tokens(text: Any) -> None:
     with pytest.raises(ValueError, match="context must be a whole number such as 4096, 8k, 128k or 1M, got "):
         parse_count(text, "context")
     with pytest.raises(ValueError, match="context must be at least 16, got 8"):
@@ -39,15 +39,15 @@ def test_what_is_no_number_of_tokens(text: Any) -> None:
 
 
 def test_commands_take_units() -> None:
-    given = ["plan", "--model", "reference", "--press", "none"]
-    assert "1 x 2048 tokens" in runner.invoke(app, [*given, "--context", "2k"]).output
-    refused = runner.invoke(app, [*given, "--context", "2kb"])
+    arguments = ["plan", "--model", "reference", "--press", "none"]
+    assert "1 x 2048 tokens" in runner.invoke(app, [*arguments, "--context", "2k"]).output
+    refused = runner.invoke(app, [*arguments, "--context", "2kb"])
     assert refused.exit_code == 2
     assert "8k, 128k or 1M" in refused.output
 
 
 @pytest.mark.parametrize(
-    ("name", "near"),
+    ("name", "suggestion"),
     [
         ("nonsense", None),
         ("press", None),
@@ -57,10 +57,14 @@ def test_commands_take_units() -> None:
         ("frontire", "frontier"),
     ],
 )
-def test_only_near_names_are_offered(name: str, near: str | None) -> None:
+def test_only_near_names_are_offered(name: str, suggestion: str | None) -> None:
     with pytest.raises(KeyError) as unknown:
         kvpress.get_press(name)
-    assert (f"did you mean {near}?" in str(unknown.value)) if near else ("did you mean" not in str(unknown.value))
+    assert (
+        (f"did you mean {suggestion}?" in str(unknown.value))
+        if suggestion
+        else ("did you mean" not in str(unknown.value))
+    )
 
 
 def test_long_lists_are_cut() -> None:
@@ -75,7 +79,7 @@ QUERIES = Wanted(RecentQueries, 4)
 
 @dataclass
 class Forgetful(ScorerPress):
-    """Reads queries, and does not list them."""
+    """Reads queries, but does not list them."""
 
     def scores(self, view: Any) -> Any:
         return view.newest_queries(QUERIES).new_zeros(view.shape)
@@ -101,9 +105,9 @@ def test_a_press_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert missing.exit_code == 2
     assert "there is no file" in missing.output
     (tmp_path / "json.py").write_text("")
-    taken = runner.invoke(app, ["--import", str(tmp_path / "json.py"), "list"])
-    assert taken.exit_code == 2
-    assert "json is the name of another module" in taken.output
+    result = runner.invoke(app, ["--import", str(tmp_path / "json.py"), "list"])
+    assert result.exit_code == 2
+    assert "json is the name of another module" in result.output
 
 
 @pytest.mark.parametrize(

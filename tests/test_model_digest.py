@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cache files, prefix stores and calibration files accept the model that they were made with, and no other one."""
+"""Cache files, prefix stores and calibration files accept only the model that they were made with."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ SPEC = "qfilter:0.5,filters='{}'"
 
 
 class Adapted(nn.Module):
-    """A linear layer with adapters, of the form that PEFT gives it; the base layer comes first."""
+    """Linear layer with adapters, of the form that PEFT gives it; the base layer comes first."""
 
     def __init__(self, base: nn.Linear, names: tuple[str, ...] = ("default",)) -> None:
         super().__init__()
         self.base_layer = base
-        drawn = torch.Generator().manual_seed(5)
+        generator = torch.Generator().manual_seed(5)
         self.lora_A = nn.ModuleDict({name: nn.Linear(base.in_features, 4, bias=False) for name in names})
         self.lora_B = nn.ModuleDict({name: nn.Linear(4, base.out_features, bias=False) for name in names})
         for part in (*self.lora_A.values(), *self.lora_B.values()):
-            part.weight.data.normal_(0, 0.1, generator=drawn)
+            part.weight.data.normal_(0, 0.1, generator=generator)
         self.scaling = dict.fromkeys(names, 2.0)
         self.active_adapters, self.merged_adapters, self.disable_adapters = [names[0]], [], False
 
@@ -51,7 +51,7 @@ class Adapted(nn.Module):
 
 
 class PlainAdapted(nn.Module):
-    """A linear layer with one adapter, without names or switches."""
+    """Linear layer with one adapter, without names or switches."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class PlainAdapted(nn.Module):
 
 
 class Packed(nn.Module):
-    """A linear layer of eight numbers to a word, as GPTQ keeps it: buffers, and no parameter."""
+    """Linear layer with eight numbers in a word, as GPTQ stores it: buffers, and no parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,26 +112,26 @@ def model() -> Any:
 
 
 @pytest.fixture(scope="module")
-def made(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a cache file, a prefix store and a calibration file of one model."""
-    folder = tmp_path_factory.mktemp("made")
+def files(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a cache file, a prefix store and a calibration file of one model."""
+    folder = tmp_path_factory.mktemp("files")
     kvpress.save(prefill(model, kvpress.get_press("knorm:0.5"), IDS), folder / "cache.kv", model)
     kvpress.PrefixStore(folder / "store").read(model, None, IDS)
     calibrate(model, tokens(2, 30), FilterSettings(), folder / "filters.safetensors")
     return folder
 
 
-@pytest.mark.parametrize("other", OTHERS)
-def test_a_model_with_other_keys_or_values_is_refused(other: str, model: Any, made: Path) -> None:
-    another = OTHERS[other](model)
+@pytest.mark.parametrize("difference", OTHERS)
+def test_a_model_with_other_keys_or_values_is_refused(difference: str, model: Any, files: Path) -> None:
+    another = OTHERS[difference](model)
     with pytest.raises(ValueError, match="differs from this model in weights"):
-        kvpress.load(made / "cache.kv", another)
+        kvpress.load(files / "cache.kv", another)
     with (
         pytest.raises(ValueError, match="differs from this model in weights"),
-        kvpress.get_press(SPEC.format(made / "filters.safetensors"))(another),
+        kvpress.get_press(SPEC.format(files / "filters.safetensors"))(another),
     ):
         pytest.fail("the press was installed")
-    assert kvpress.PrefixStore(made / "store").find(another, None, IDS) is None
+    assert kvpress.PrefixStore(files / "store").find(another, None, IDS) is None
 
 
 def off(model: Any) -> Any:
@@ -144,13 +144,13 @@ def off(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("same", [lambda model: changed(model, "lm_head.weight"), off], ids=["head", "off"])
-def test_a_model_with_the_same_keys_and_values_is_accepted(same: Any, made: Path) -> None:
+def test_a_model_with_the_same_keys_and_values_is_accepted(same: Any, files: Path) -> None:
     model = tiny_model("qwen2")
     another = same(model)
     assert not torch.equal(another.lm_head.weight, model.lm_head.weight) or same is off
-    kvpress.load(made / "cache.kv", another)
-    assert kvpress.PrefixStore(made / "store").find(another, None, IDS) is not None
-    with kvpress.get_press(SPEC.format(made / "filters.safetensors"))(another):
+    kvpress.load(files / "cache.kv", another)
+    assert kvpress.PrefixStore(files / "store").find(another, None, IDS) is not None
+    with kvpress.get_press(SPEC.format(files / "filters.safetensors"))(another):
         pass
 
 
@@ -185,10 +185,10 @@ def test_adapters_count_while_they_act() -> None:
         before = [{name: getattr(layer, name) for name in state} for layer in layers]
         for layer in layers:
             vars(layer).update(state)
-        found = digest_of_weights(model)
+        state_digest = digest_of_weights(model)
         for layer, states in zip(layers, before, strict=True):
             vars(layer).update(states)
-        return found
+        return state_digest
 
     first, base = digest(), digest_of_weights(plain)
     others = {
@@ -199,7 +199,7 @@ def test_adapters_count_while_they_act() -> None:
     }
     assert len({first, base, *others.values()}) == 6
     assert digest(active_adapters="first") == first
-    assert digest(scaling={"first": 2.0, "second": 7.0}) == first  # the second does not act
+    assert digest(scaling={"first": 2.0, "second": 7.0}) == first  # the second adapter is off
     assert digest(disable_adapters=True) == digest(active_adapters=[]) == digest(merged_adapters=["first"]) == base
     layers[0].lora_B["second"].weight.data += 1
     assert digest() == first
@@ -261,8 +261,8 @@ def test_weights_that_are_offloaded_are_read_where_they_lie(tmp_path: Path) -> N
     assert digest_of_weights(model) == before
 
 
-def test_files_of_earlier_versions_are_refused_by_name(model: Any, made: Path, tmp_path: Path) -> None:
-    path, earlier = made / "cache.kv", tmp_path / "earlier.kv"
+def test_files_of_earlier_versions_are_refused_by_name(model: Any, files: Path, tmp_path: Path) -> None:
+    path, earlier = files / "cache.kv", tmp_path / "earlier.kv"
     header, begin = container.read_header(path)
     data = path.read_bytes()[begin:]
     with pytest.MonkeyPatch.context() as patch:
@@ -273,7 +273,7 @@ def test_files_of_earlier_versions_are_refused_by_name(model: Any, made: Path, t
             refused(earlier)
     assert isinstance(header, Header)
     file = tmp_path / "earlier.safetensors"
-    with safe_open(made / "filters.safetensors", framework="pt") as opened:
+    with safe_open(files / "filters.safetensors", framework="pt") as opened:
         provenance = opened.metadata()["provenance"]
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     digest = digest_of(tensors, provenance)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of packages and GGUF files: found, checked, converted once, and refused in a sentence where something is missing."""
+"""Models of packages and GGUF files: found, checked, converted once, and refused with a clear error if incomplete."""
 
 from __future__ import annotations
 

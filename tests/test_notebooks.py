@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every notebook runs on the reference model, and stores what it then shows."""
+"""Every notebook runs on the reference model, and stores its current output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nbformat import NotebookNode
 from notebooks.run import FOLDER, VOLATILE, cleaned, execute
 
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
 def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
@@ -27,33 +27,33 @@ def text_of(cell: NotebookNode) -> str:
 
 
 def words(cell: NotebookNode) -> list[str]:
-    """Return what a cell shows without its numbers, which depend on the processor."""
+    """Return the output of a cell without its numbers, which depend on the processor."""
     return re.findall(r"[A-Za-z_]{2,}", text_of(cell))
 
 
 def in_one_kernel(notebooks: Iterable[NotebookNode], folder: Path) -> None:
-    """Run notebooks behind each other, each without the names of those before; a kernel for each starts for long."""
-    cells = [cell for each in notebooks for cell in (nbformat.v4.new_code_cell("%reset -f"), *each.cells)]
+    """Run notebooks one after another in a single kernel, which starts slowly; names are deleted in between."""
+    cells = [cell for notebook in notebooks for cell in (nbformat.v4.new_code_cell("%reset -f"), *notebook.cells)]
     execute(nbformat.v4.new_notebook(cells=cells), folder)
 
 
 @pytest.mark.slow
-def test_all_run_and_show_what_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_run_and_reproduce_their_stored_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    stored, fresh = ([nbformat.read(path, as_version=4) for path in NOTEBOOKS] for _ in range(2))
-    for notebook in fresh:
+    stored, executed = ([nbformat.read(path, as_version=4) for path in NOTEBOOKS] for _ in range(2))
+    for notebook in executed:
         for cell in code_cells(notebook):
             cell.outputs = []
-    in_one_kernel(fresh, tmp_path)
-    for path, before, now in zip(NOTEBOOKS, stored, map(cleaned, fresh), strict=True):
+    in_one_kernel(executed, tmp_path)
+    for path, before, now in zip(NOTEBOOKS, stored, map(cleaned, executed), strict=True):
         for old, new in zip(code_cells(before), code_cells(now), strict=True):
             alike = SequenceMatcher(None, words(old), words(new), autojunk=False).ratio()
             shown = f"{text_of(new)}\nand stores\n{text_of(old)}"
             assert alike > 0.8, f"run notebooks/run.py: {old.id} of {path.name} shows\n{shown}"
 
 
-@each
+@every_notebook
 def test_stores_nothing_of_the_machine(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)

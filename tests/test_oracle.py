@@ -20,9 +20,9 @@ EAGER_ONLY = {"gemma2", "gpt_oss"}
 def check(family: str, spec: str, padded: bool) -> Any:
     model = tiny_model(family, "eager" if family in EAGER_ONLY else "sdpa")
     ids, mask = padded_batch([40, 26, 13]) if padded else (tokens(2, 40), None)
-    found, expected, cache = decode_both(model, kvpress.get_press(spec), ids, mask)
-    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
-    assert torch.equal(found.argmax(-1), expected.argmax(-1))
+    logits, expected, cache = decode_both(model, kvpress.get_press(spec), ids, mask)
+    torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-4)
+    assert torch.equal(logits.argmax(-1), expected.argmax(-1))
     return cache
 
 
@@ -56,7 +56,7 @@ def test_a_padded_row_equals_that_row_alone(spec: str) -> None:
             alone = model.generate(ids[row : row + 1, -length:], max_new_tokens=8, do_sample=False)
         assert torch.equal(together[row, -8:], alone[0, -8:])
         pads = ids.shape[1] - length
-        for layer, own in enumerate(kvpress.kept_positions(session.cache)):
-            for head, kept in enumerate(own[0]):
+        for layer, rows in enumerate(kvpress.kept_positions(session.cache)):
+            for head, kept in enumerate(rows[0]):
                 batch = positions[layer][row][head]
                 assert torch.equal(batch[batch >= pads] - pads, kept)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No command replaces a file that it was not told to replace, nor ever one that it reads."""
+"""No command replaces a file without --force, nor ever a file that it reads."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(text: Path, *arguments: str) -> Result:
     return CliRunner().invoke(app, [argument.format(text=text) for argument in arguments])
 
 
-def said(done: Result) -> str:
+def printed(done: Result) -> str:
     return " ".join(done.output.split())
 
 
@@ -64,7 +64,7 @@ def test_a_file_that_is_there_is_kept(
         patch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *args, **kwargs: pytest.fail("it was loaded"))
         done = run(text, *COMMANDS[command], "--out", str(out))
     assert done.exit_code in (2, 4)
-    assert "thesis.txt exists: name another --out, or replace it with --force" in said(done)
+    assert "thesis.txt exists: name another --out, or replace it with --force" in printed(done)
     assert out.read_text() == "years of work"
     replaced = run(text, *COMMANDS[command], "--out", str(out), "--force")
     assert replaced.exit_code == 0, replaced.output
@@ -78,7 +78,7 @@ def test_an_input_is_never_replaced(command: str, link: str, text: Path, tmp_pat
     LINKS[link](text, out)
     done = run(text, *COMMANDS[command], "--out", str(out), "--force")
     assert done.exit_code in (2, 4)
-    assert f"{out.name} is also read, as" in said(done)
+    assert f"{out.name} is also read, as" in printed(done)
     assert text.read_text() == SENTENCE * 12
 
 
@@ -100,17 +100,17 @@ def test_weights_of_the_model_are_inputs_too(text: Path, tmp_path: Path) -> None
             "--force",
         )
         assert done.exit_code == 2
-        assert "is also read" in said(done)
+        assert "is also read" in printed(done)
     assert (folder / "model.safetensors").stat().st_mtime_ns == before.st_mtime_ns
     check_outputs([tmp_path / "new"], ["Qwen/Qwen3-8B", folder], force=False)
 
 
-def test_what_a_table_of_heads_has_beside_it_is_kept_too(text: Path, tmp_path: Path) -> None:
+def test_files_beside_a_table_of_heads_are_kept_too(text: Path, tmp_path: Path) -> None:
     (tmp_path / "heads.json").write_text("{}")
     arguments = ("--model", "reference", "--data", "{text}", "--method", "kvzip_heads")
     done = run(text, "calibrate", *arguments, "--out", str(tmp_path / "heads.tsv"))
     assert done.exit_code == 2
-    assert "heads.json exists" in said(done)
+    assert "heads.json exists" in printed(done)
 
 
 def test_a_report_replaces_its_own_pages_and_no_others(text: Path, tmp_path: Path) -> None:
@@ -121,12 +121,12 @@ def test_a_report_replaces_its_own_pages_and_no_others(text: Path, tmp_path: Pat
     (folder / "table.md").write_text("years of work")
     refused = run(text, "report", str(figures), "--out", str(folder / "report.html"))
     assert refused.exit_code == 4
-    assert "table.md exists" in said(refused)
+    assert "table.md exists" in printed(refused)
     assert (folder / "table.md").read_text() == "years of work"
     assert not (folder / "report.html").exists()
-    for force in (["--force"], []):  # the second time the page is one that the command wrote
+    for force in (["--force"], []):  # the second time, the page is one that the command wrote
         assert run(text, "report", str(figures), "--out", str(folder / "report.html"), *force).exit_code == 0
-    assert "is also read" in said(run(text, "report", str(figures), "--out", str(figures), "--force"))
+    assert "is also read" in printed(run(text, "report", str(figures), "--out", str(figures), "--force"))
     assert figures.read_bytes() == before
     page = tmp_path / "show.html"
     for _ in range(2):
@@ -139,7 +139,7 @@ def test_a_folder_with_other_files_is_refused_before_any_work(command: str, text
     arguments = {"eval": ("--press", "none"), "demo": (), "tune": ("--smaller", "2")}[command]
     done = run(text, command, *arguments, "--out", str(tmp_path))
     assert done.exit_code == 4
-    assert "table.tex exists" in said(done)
+    assert "table.tex exists" in printed(done)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["table.tex", "text.txt"]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users' classes may bring beside `score`: hooks, masks, attributes with names of ours; and calls by hand."""
+"""Methods and attributes of users' classes beside `score`: hooks, masks, names of ours; and direct calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.models import padded_batch, position_ids, tiny_model, tokens
 
 
 def loudest(model: Any, ids: Tensor, count: int) -> list[list[list[list[int]]]]:
-    """Positions of the largest values of a prompt, by layer, row and head."""
+    """Return positions of the largest values of a prompt, by layer, row and head."""
     cache = model(ids, past_key_values=DynamicCache()).past_key_values
     best = [layer.values.norm(dim=-1).topk(count, dim=-1).indices.sort(dim=-1).values for layer in cache.layers]
     return [layer.tolist() for layer in best]
@@ -35,7 +35,7 @@ class ByValue(ScorerPress):
 
 
 class Watching(ByValue):
-    """Looks at every pass and lets the base class evict."""
+    """Observes every pass and leaves eviction to the base class."""
 
     def __post_init__(self) -> None:
         self.seen: list[tuple[int, int, int]] = []
@@ -88,7 +88,7 @@ def test_a_forward_hook_that_writes_the_cache() -> None:
     assert pairs(cache) == {11}
 
 
-def test_what_a_forward_hook_returns_takes_the_place_of_the_output() -> None:
+def test_the_result_of_a_forward_hook_replaces_the_output() -> None:
     model, ids = tiny_model("llama"), tokens(1, 6)
     with Silencing()(model):
         silent = model(ids, past_key_values=DynamicCache()).logits
@@ -205,7 +205,7 @@ NAMES = (
 
 
 class Collecting(KnormPress):
-    """Keeps things under names that this library uses itself."""
+    """Uses names of this library for attributes of its own."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -270,7 +270,7 @@ class OwnAdaKV(kvpress.AdaKVPress):
 
 
 class Halving(KnormPress):
-    """Adds something to what its base class keeps."""
+    """Adds an attribute to those of its base class."""
 
     def compress(self, module: Any, hidden_states: Any, keys: Any, values: Any, attentions: Any, kwargs: Any) -> Any:
         keys, values = super().compress(module, hidden_states, keys, values, attentions, kwargs)
@@ -282,7 +282,7 @@ class Scaling(SnapKVPress):
         return super().compress(module, hidden_states, keys * 2, values, attentions, kwargs)
 
 
-def test_the_compress_of_a_users_class_counts_whatever_it_derives_from() -> None:
+def test_the_compress_of_a_users_class_counts_with_any_base_class() -> None:
     model = tiny_model("llama")
     assert pairs(prefill(model, OwnAdaKV(KnormPress(0.5)), tokens(1, 20))) == {7}
     assert pairs(prefill(model, Halving(0.5), tokens(1, 20))) == {5}
@@ -292,7 +292,7 @@ def test_the_compress_of_a_users_class_counts_whatever_it_derives_from() -> None
 
 
 def arguments(model: Any, length: int = 40) -> tuple[Any, ...]:
-    """What the first attention layer gets and stores of a prompt: arguments of `compress` by hand."""
+    """Return arguments of a direct call of `compress`: inputs of the first attention layer and its stored pairs."""
     caught: dict[str, Any] = {}
     module = model.model.layers[0].self_attn
     handle = module.register_forward_pre_hook(lambda _, args, kwargs: caught.update(kwargs), with_kwargs=True)
@@ -322,12 +322,12 @@ BY_HAND = [
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("spec", BY_HAND)
-def test_compress_by_hand_keeps_what_the_press_keeps(spec: str, family: str) -> None:
+def test_compress_called_directly_keeps_the_pairs_of_the_press(spec: str, family: str) -> None:
     model, press = tiny_model(family), kvpress.get_press(spec)
-    module, *rest = arguments(model)
+    module, *inputs = arguments(model)
     module.rotary_emb = model.model.rotary_emb
     try:
-        keys, values = press.compress(module, *rest)
+        keys, values = press.compress(module, *inputs)
     finally:
         del module.rotary_emb
     layer = prefill(model, press, tokens(2, 40)).layers[0]
@@ -336,10 +336,10 @@ def test_compress_by_hand_keeps_what_the_press_keeps(spec: str, family: str) -> 
 
 
 @pytest.mark.parametrize("family", ["llama", "glm4"])
-def test_rerotated_keys_by_hand_are_numbered_from_0(family: str) -> None:
-    """They are those of a cache that counts the pairs that it holds, as after a prompt of so many tokens."""
+def test_rerotated_keys_of_a_direct_call_are_numbered_from_0(family: str) -> None:
+    """The keys have the positions of a prompt of as many tokens as pairs are kept."""
     model = tiny_model(family)
-    module, hidden, keys, *rest = arguments(model)
+    module, hidden, keys, *inputs = arguments(model)
     rotate = sys.modules[type(module).__module__].apply_rotary_pos_emb
     plain = torch.randn_like(keys)
     keys = rotate(plain, plain, *model.model.rotary_emb(plain, torch.arange(keys.shape[2])[None]))[0]
@@ -348,10 +348,10 @@ def test_rerotated_keys_by_hand_are_numbered_from_0(family: str) -> None:
     expected = rotate(expected, expected, *model.model.rotary_emb(plain, torch.arange(20)[None]))[0]
     module.rotary_emb = model.model.rotary_emb
     try:
-        found, _ = kvpress.KeyRerotationPress(KnormPress(0.5)).compress(module, hidden, keys, *rest)
+        rerotated, _ = kvpress.KeyRerotationPress(KnormPress(0.5)).compress(module, hidden, keys, *inputs)
     finally:
         del module.rotary_emb
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(rerotated, expected)
 
 
 NEEDS_MORE = {"attention_matching", "criticalkv", "expected_attention_stats", "fastkvzip", "finch", "kvzap", "qfilter"}
@@ -361,14 +361,14 @@ NEEDS_MORE = {"attention_matching", "criticalkv", "expected_attention_stats", "f
 @pytest.mark.parametrize(
     "name", [entry.name for entry in entries() if issubclass(entry.press, ScorerPress) and entry.name not in NEEDS_MORE]
 )
-def test_scores_by_hand_do_not_depend_on_the_ratio(name: str) -> None:
+def test_scores_of_a_direct_call_do_not_depend_on_the_ratio(name: str) -> None:
     model = tiny_model("llama")
-    kind, (module, *rest) = find(name).press, arguments(model)
+    kind, (module, *inputs) = find(name).press, arguments(model)
     module.rotary_emb, scores = model.model.rotary_emb, []
     try:
         for ratio in (0.0, 0.5):
             torch.manual_seed(0)
-            scores.append(kind(ratio).score(module, *rest))
+            scores.append(kind(ratio).score(module, *inputs))
     finally:
         del module.rotary_emb
     assert torch.equal(*scores)
@@ -380,9 +380,9 @@ def test_compress_by_hand_of_a_schedule_cuts_to_its_target(spec: str) -> None:
     assert keys.shape == values.shape == (2, 2, 9, 32)
 
 
-def test_by_hand_what_needs_more_is_refused() -> None:
-    bare = (None, None, torch.randn(1, 2, 30, 8), torch.randn(1, 2, 30, 8), None, None)
-    assert kvpress.ChunkKVPress(KnormPress(0.5)).compress(*bare)[0].shape == (1, 2, 15, 8)
+def test_direct_calls_that_need_more_are_refused() -> None:
+    inputs = (None, None, torch.randn(1, 2, 30, 8), torch.randn(1, 2, 30, 8), None, None)
+    assert kvpress.ChunkKVPress(KnormPress(0.5)).compress(*inputs)[0].shape == (1, 2, 15, 8)
     for spec, why in (
         ("adakv(knorm:0.5)", "different numbers of pairs"),
         ("snapkv:0.5,window_size=4", r"inside `with press\(model\)`"),
@@ -390,7 +390,7 @@ def test_by_hand_what_needs_more_is_refused() -> None:
         ("kvzip:0.5,repeat_prompt=", r"whole model.*inside `with press\(model\)`"),
     ):
         with pytest.raises(ValueError, match=why):
-            kvpress.get_press(spec).compress(*bare)
+            kvpress.get_press(spec).compress(*inputs)
 
 
 def test_scores_by_hand_need_no_kwargs() -> None:
@@ -404,7 +404,7 @@ def test_scores_by_hand_need_no_kwargs() -> None:
 
 
 class ByHiddenState(ScorerPress):
-    """Scores a token by its own hidden state, in another way for every head."""
+    """Scores a token by its own hidden state, differently for every head."""
 
     def score(self, module: Any, hidden_states: Any, keys: Any, values: Any, attentions: Any, kwargs: Any) -> Tensor:
         assert hidden_states.shape[1] == keys.shape[2] == kwargs["position_embeddings"][0].shape[1]
@@ -419,7 +419,7 @@ class ByHiddenState(ScorerPress):
     ids=["chunk", "block"],
 )
 def test_scorers_of_hidden_states_get_those_of_the_pairs(wrapper: Any, padded: bool) -> None:
-    """Scores that do not depend on other tokens choose the same in blocks; in chunks, the best of every chunk."""
+    """Scores that do not depend on other tokens choose the same pairs in blocks; in chunks, the best of each chunk."""
     model = tiny_model("llama")
     ids, mask = padded_batch([24, 17]) if padded else (tokens(2, 24), None)
     kept = positions(prefill(model, wrapper(ByHiddenState(0.5)), ids, mask))
@@ -435,8 +435,8 @@ def test_scorers_of_hidden_states_get_those_of_the_pairs(wrapper: Any, padded: b
         for layer in model.model.layers:
             layer.self_attn._forward_pre_hooks.clear()
             layer.self_attn._forward_pre_hooks_with_kwargs.clear()
-        for layer, found in enumerate(kept):
+        for layer, rows in enumerate(kept):
             worth = hidden[layer][0].view(24, 2, -1).norm(dim=-1).T
-            for head, at in enumerate(found[0]):
+            for head, at in enumerate(rows[0]):
                 best = worth[head].view(4, 6).topk(3).indices + torch.arange(0, 24, 6)[:, None]
                 assert at == best.flatten().sort().values.tolist()

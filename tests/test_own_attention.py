@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that read their cache by themselves: latents (MLA), and attention that does not call the interface of transformers."""
+"""Models that read their cache themselves: latents (MLA), and attention without the interface of transformers."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def run(kind: str, spec: str) -> Run:
         return Prompt().run(tiny_model(kind))
 
 
-def pairs_of(found: Run) -> Any:
-    return getattr(found.cache, "self_attention_cache", found.cache)
+def pairs_of(outcome: Run) -> Any:
+    return getattr(outcome.cache, "self_attention_cache", outcome.cache)
 
 
 @pytest.mark.parametrize(
     "spec", ["adakv(knorm:0.75)", "streaming_llm:0.5", "chunkkv(keydiff:0.5)", "none + random:0.5,seed=1"]
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_evicted_is_not_read(kind: str, spec: str) -> None:
-    """Heads may keep different pairs, and different numbers of them."""
-    model, prompt, found = tiny_model(kind), Prompt(), run(kind, spec)
-    expected = Oracle(model, kvpress.kept_positions(pairs_of(found)), grown(prompt.run(model).cache)).run(prompt)
-    for ours, theirs in zip(found.logits, expected.logits, strict=True):
+def test_evicted_pairs_are_not_read(kind: str, spec: str) -> None:
+    """Heads may keep different pairs, and different numbers of pairs."""
+    model, prompt, outcome = tiny_model(kind), Prompt(), run(kind, spec)
+    expected = Oracle(model, kvpress.kept_positions(pairs_of(outcome)), grown(prompt.run(model).cache)).run(prompt)
+    for ours, theirs in zip(outcome.logits, expected.logits, strict=True):
         torch.testing.assert_close(ours, theirs, **CLOSE)
 
 
@@ -65,8 +65,8 @@ def test_memory_is_freed(kind: str) -> None:
 def test_a_padded_row_is_that_row_alone(kind: str, spec: str) -> None:
     model, lengths = tiny_model(kind), [30, 17]
     _, mask = padded_batch(lengths)
-    each = torch.arange(60).view(2, 30) + 20  # a token that comes twice has two keys of one norm
-    ids = torch.where(mask.bool(), each, 0)
+    distinct_ids = torch.arange(60).view(2, 30) + 20  # two equal tokens would have two keys of one norm
+    ids = torch.where(mask.bool(), distinct_ids, 0)
     settings: dict[str, Any] = {
         "max_new_tokens": 5,
         "do_sample": False,
@@ -74,12 +74,12 @@ def test_a_padded_row_is_that_row_alone(kind: str, spec: str) -> None:
         "return_dict_in_generate": True,
     }
     with kvpress.get_press(spec)(model):
-        both = model.generate(ids, attention_mask=mask, **settings)
+        batched = model.generate(ids, attention_mask=mask, **settings)
         for row, length in enumerate(lengths):
             alone = model.generate(
                 ids[row : row + 1, -length:], attention_mask=mask[row : row + 1, -length:], **settings
             )
-            for ours, theirs in zip(both.logits, alone.logits, strict=True):
+            for ours, theirs in zip(batched.logits, alone.logits, strict=True):
                 torch.testing.assert_close(ours[row], theirs[0], **CLOSE)
 
 
@@ -99,12 +99,12 @@ def test_a_codec_stores_what_the_model_caches(kind: str) -> None:
     stock = Prompt().run(tiny_model(kind))
     fine, coarse = (run(kind, f"knorm:0 + kivi:bits={bits},group_size=4,residual_length=0") for bits in (8, 2))
     assert (fine.logits[1] - stock.logits[1]).abs().max() < 0.1 * stock.logits[1].abs().max()
-    sizes = [kvpress.memory_report(found.cache).total_bytes for found in (coarse, fine, stock)]
+    sizes = [kvpress.memory_report(outcome.cache).total_bytes for outcome in (coarse, fine, stock)]
     assert sizes == sorted(sizes)
 
 
 @pytest.mark.parametrize("kind", [LATENT, ALIBI, SDPA])
-def test_a_second_turn_reads_what_was_kept(kind: str) -> None:
+def test_a_second_turn_reads_the_kept_pairs(kind: str) -> None:
     """A turn of several tokens equals its tokens read one by one."""
     model, turn = tiny_model(kind), tokens(2, 5, seed=4)
     ids, mask = padded_batch([30, 22])
@@ -139,8 +139,8 @@ def test_threads_do_not_see_each_other() -> None:
     model = tiny_model(ALIBI)
 
     def generated(length: int) -> Tensor:
-        found: Tensor = model.generate(tokens(1, length, seed=length), max_new_tokens=5, do_sample=False)
-        return found
+        sequences: Tensor = model.generate(tokens(1, length, seed=length), max_new_tokens=5, do_sample=False)
+        return sequences
 
     with kvpress.get_press("adakv(knorm:0.5)")(model):
         alone = [generated(length) for length in range(12, 20)]
@@ -149,10 +149,10 @@ def test_threads_do_not_see_each_other() -> None:
 
 
 class OldestPress(kvpress.ScorerPress):
-    """Written for NVIDIA kvpress: scores from keys, with one hidden state for each of them."""
+    """Press for NVIDIA kvpress: scores from keys, with one hidden state for each key."""
 
-    def score(self, module: Any, hidden_states: Tensor, keys: Tensor, *rest: Any) -> Tensor:
-        del module, rest
+    def score(self, module: Any, hidden_states: Tensor, keys: Tensor, *arguments: Any) -> Tensor:
+        del module, arguments
         assert hidden_states.shape[1] == keys.shape[2]
         return -torch.arange(keys.shape[2]).expand(keys.shape[:3]).float()
 
@@ -175,8 +175,8 @@ def test_one_reading_serves_several_presses() -> None:
             model(ids, attention_mask=mask, position_ids=positions, use_cache=True)
         with kvpress.reading(model), torch.no_grad():
             read = [
-                model(tokens(2, 1), attention_mask=grow(mask, 1), past_key_values=held, use_cache=True).logits
-                for held in (ours, session.cache)
+                model(tokens(2, 1), attention_mask=grow(mask, 1), past_key_values=compressed, use_cache=True).logits
+                for compressed in (ours, session.cache)
             ]
         assert torch.equal(*read)
 
@@ -189,8 +189,8 @@ def test_latents_are_scored_by_the_keys_of_all_heads() -> None:
     stock = DynamicCache(config=model.config)
     with torch.no_grad():
         model(ids, past_key_values=stock)
-        for layer, held, positions in zip(model.model.layers, stock.layers, kept, strict=True):
-            keys, _ = layer.self_attn.expand_kv(held.keys, held.values)
+        for layer, stored, positions in zip(model.model.layers, stock.layers, kept, strict=True):
+            keys, _ = layer.self_attn.expand_kv(stored.keys, stored.values)
             norms = keys.pow(2).sum(dim=(1, 3))[0]
             torch.testing.assert_close(norms[positions[0][0]].sort().values, norms.sort().values[:10])
 

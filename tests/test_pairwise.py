@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grids of pairs meet every pair, in few rows, the same ones every time."""
+"""Grids of pairs cover every pair in few rows, and are the same every time."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ DIMENSIONS = {"a": range(5), "b": "xyz", "c": [True, False], "d": [None, 1.5, "x
 
 def test_every_two_values_share_a_row() -> None:
     rows = pairwise(**DIMENSIONS)
-    for one, two in itertools.combinations(DIMENSIONS, 2):
-        assert {(row[one], row[two]) for row in rows} == set(itertools.product(DIMENSIONS[one], DIMENSIONS[two]))
+    for first, second in itertools.combinations(DIMENSIONS, 2):
+        assert {(row[first], row[second]) for row in rows} == set(
+            itertools.product(DIMENSIONS[first], DIMENSIONS[second])
+        )
     assert 20 <= len(rows) <= 24
     assert rows == pairwise(**DIMENSIONS)
     assert all(list(row) == list(DIMENSIONS) for row in rows)
 
 
-def test_what_is_not_allowed_is_left_out_and_nothing_else() -> None:
+def test_only_refused_combinations_are_missing() -> None:
     def allowed(row: dict) -> bool:
         return not (row.get("b") == "x" and row.get("a", 0) > 2)
 

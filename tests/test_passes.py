@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole passes: what a press is told after them, and reading tokens behind a cache without changing it."""
+"""Whole passes: presses are notified after them, and tokens are read behind a cache without a change of it."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ def model_of(family: str) -> Any:
 
 @dataclass
 class Recording(kvpress.BasePress):
-    """Keeps what it is told, and can be given something to do."""
+    """Records its notifications, and may act on them."""
 
     act: Any = None
-    told: list[Any] = field(default_factory=list)
+    passes: list[Any] = field(default_factory=list)
 
     phases: ClassVar[tuple[Phase, ...]] = ("prefill", "decode")
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
-        return Recipe(hooks=(PassHook(self._told, self.phases),))
+        return Recipe(hooks=(PassHook(self._record, self.phases),))
 
-    def _told(self, done: Pass) -> None:
-        self.told.append((done.phase, None if done.ids is None else done.ids.clone(), done.seen, len(done.calls)))
+    def _record(self, done: Pass) -> None:
+        self.passes.append((done.phase, None if done.ids is None else done.ids.clone(), done.seen, len(done.calls)))
         if self.act is not None:
             self.act(done)
 
@@ -60,49 +60,49 @@ def forward(model: Any, ids: Tensor, cache: Any, mask: Tensor | None = None) -> 
 
 
 def state(cache: Any) -> list[Tensor]:
-    """Everything that a cache remembers about its tokens."""
-    found = []
+    """Return all state of a cache that depends on its tokens."""
+    tensors = []
     for layer in cache.layers:
         if hasattr(layer, "store"):
             store = layer.store
-            found += [
+            tensors += [
                 store.window.filled_keys,
                 store.window.filled_values,
                 torch.tensor([store.seen, store.window.length]),
             ]
-            found += [tensor for segment in store.sealed for group in segment.storage().values() for tensor in group]
-            found += [store.window.side[name] for name in sorted(store.window.side)]
+            tensors += [tensor for segment in store.sealed for group in segment.storage().values() for tensor in group]
+            tensors += [store.window.side[name] for name in sorted(store.window.side)]
         else:
             values = [
                 v for value in vars(layer).values() for v in (value.values() if isinstance(value, dict) else [value])
             ]
-            found += [
+            tensors += [
                 v if isinstance(v, Tensor) else torch.tensor(float(v)) for v in values if isinstance(v, (Tensor, int))
             ]
-    return [tensor.clone() for tensor in found]
+    return [tensor.clone() for tensor in tensors]
 
 
-def same(one: list[Tensor], two: list[Tensor]) -> bool:
-    return len(one) == len(two) and all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+def same(first: list[Tensor], second: list[Tensor]) -> bool:
+    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-# -- what is told --------------------------------------------------------------------------------------------
+# -- notifications ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("chunk", [None, 7])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_a_press_is_told_once_after_a_prompt_and_after_every_token(family: str, chunk: int | None) -> None:
+def test_a_press_is_notified_once_after_a_prompt_and_after_every_token(family: str, chunk: int | None) -> None:
     model, press = model_of(family), Recording()
     ids = tokens(2, 20)
     with press(model):
         output = model.generate(ids, max_new_tokens=4, do_sample=False, prefill_chunk_size=chunk)
     layers = 3 if family == "llama" else 2
-    assert [(phase, seen, calls) for phase, _, seen, calls in press.told] == [
+    assert [(phase, seen, calls) for phase, _, seen, calls in press.passes] == [
         ("prefill", 20, layers), ("decode", 21, layers), ("decode", 22, layers), ("decode", 23, layers),
     ]  # fmt: skip
-    assert torch.equal(press.told[0][1], ids)
-    for n, (_, found, _, _) in enumerate(press.told[1:], start=1):
-        assert torch.equal(found, output[:, 20 : 20 + n])
+    assert torch.equal(press.passes[0][1], ids)
+    for n, (_, newest, _, _) in enumerate(press.passes[1:], start=1):
+        assert torch.equal(newest, output[:, 20 : 20 + n])
 
 
 def test_ids_of_a_later_turn_reach_back_to_the_prompt_before() -> None:
@@ -112,11 +112,11 @@ def test_ids_of_a_later_turn_reach_back_to_the_prompt_before() -> None:
         sequence = model.generate(tokens(2, 12), past_key_values=cache, max_new_tokens=3, do_sample=False)
         sequence = torch.cat([sequence, tokens(2, 5, seed=1)], dim=1)
         model.generate(sequence, past_key_values=cache, max_new_tokens=2, do_sample=False)
-    assert [phase for phase, *_ in press.told] == ["prefill", "prefill"]
-    assert torch.equal(press.told[1][1], sequence[:, 12:])
+    assert [phase for phase, *_ in press.passes] == ["prefill", "prefill"]
+    assert torch.equal(press.passes[1][1], sequence[:, 12:])
 
 
-def test_tokens_read_elsewhere_are_not_taken_for_known() -> None:
+def test_tokens_read_elsewhere_count_as_unknown() -> None:
     model, press = tiny_model("llama"), RecordingPrompts()
     cache = DynamicCache(config=model.config)
     new = tokens(2, 5, seed=3)
@@ -127,8 +127,8 @@ def test_tokens_read_elsewhere_are_not_taken_for_known() -> None:
     with press(model):
         model(inputs_embeds=model.get_input_embeddings()(new), past_key_values=cache)
         model(new, past_key_values=cache)
-    assert press.told[1][1] is None
-    assert torch.equal(press.told[2][1], new)
+    assert press.passes[1][1] is None
+    assert torch.equal(press.passes[2][1], new)
 
 
 def test_ids_follow_the_rows_of_a_beam_search() -> None:
@@ -136,24 +136,24 @@ def test_ids_follow_the_rows_of_a_beam_search() -> None:
     with press(model):
         output = model.generate(tokens(2, 9), max_new_tokens=6, num_beams=3, do_sample=False, num_return_sequences=3)
     generated = {tuple(row[9:-1].tolist()) for row in output}
-    assert generated <= {tuple(row.tolist()) for row in press.told[-1][1]}
+    assert generated <= {tuple(row.tolist()) for row in press.passes[-1][1]}
 
 
-def test_composed_presses_are_told_in_their_phases() -> None:
+def test_composed_presses_are_notified_in_their_phases() -> None:
     model = tiny_model("llama")
     always, prompts, inside = Recording(), RecordingPrompts(), RecordingPrompts()
     press = always + prompts + kvpress.PrefillDecodingPress(inside)
     with press(model):
         model.generate(tokens(1, 9), max_new_tokens=3, do_sample=False)
-    assert [phase for phase, *_ in always.told] == ["prefill", "decode", "decode"]
-    assert [phase for phase, *_ in prompts.told] == [phase for phase, *_ in inside.told] == ["prefill"]
+    assert [phase for phase, *_ in always.passes] == ["prefill", "decode", "decode"]
+    assert [phase for phase, *_ in prompts.passes] == [phase for phase, *_ in inside.passes] == ["prefill"]
 
 
 def test_reading_tells_nothing_of_prompts() -> None:
     model, press = tiny_model("llama"), Recording()
     with kvpress.reading(model, press):
         model.generate(tokens(1, 9), max_new_tokens=2, do_sample=False)
-    assert [phase for phase, *_ in press.told] == ["decode"]
+    assert [phase for phase, *_ in press.passes] == ["decode"]
 
 
 def test_a_press_that_does_not_follow_leaves_no_trace() -> None:
@@ -197,7 +197,7 @@ def test_codecs_encode_after_the_whole_pass() -> None:
 
 @pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_reading_behind_a_cache_sees_what_reading_on_would_see(family: str, padded: bool) -> None:
+def test_reading_behind_a_cache_equals_reading_on(family: str, padded: bool) -> None:
     model = model_of(family)
     ids, mask = padded_batch([30, 19]) if padded else (tokens(2, 30), None)
     new = tokens(2, 6, seed=4)
@@ -232,7 +232,7 @@ def test_reading_behind_a_cache_sees_what_reading_on_would_see(family: str, padd
         torch.testing.assert_close(seen[layer], queries, atol=1e-5, rtol=1e-5)
 
 
-def test_what_fills_up_a_row_on_the_right_changes_nothing_before_it() -> None:
+def test_padding_on_the_right_changes_nothing_before_it() -> None:
     model, new = tiny_model("llama"), tokens(2, 6, seed=4)
     seen: list[Tensor] = []
 
@@ -260,7 +260,7 @@ def test_reading_behind_a_compressed_cache_neither_observes_nor_encodes() -> Non
     with kvpress.ComposedPress([inner, Recording(act)])(model):
         model.generate(tokens(2, 40), max_new_tokens=3, do_sample=False)
     assert len(states) == 6
-    assert all(same(one, two) for one, two in zip(states[::2], states[1::2], strict=True))
+    assert all(same(before, after) for before, after in zip(states[::2], states[1::2], strict=True))
 
 
 def test_an_error_while_reading_leaves_the_cache_as_it_was() -> None:
@@ -286,7 +286,7 @@ def test_an_error_while_reading_leaves_the_cache_as_it_was() -> None:
 
 @pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
 def test_reading_once_more_with_everything_visible(padded: bool) -> None:
-    """Tokens that were generated over chosen pages get the keys and values that full attention gives them."""
+    """Tokens that were generated over selected pages get the keys and values of full attention."""
     model = tiny_model("llama")
     quest = kvpress.get_press("quest:budget=4,page_size=4,skip_layers=0")
     ids, mask = padded_batch([60, 41]) if padded else (tokens(2, 60), None)
@@ -307,7 +307,7 @@ def test_reading_once_more_with_everything_visible(padded: bool) -> None:
     act = Recording(lambda done: done.reread(5) if done.phase == "decode" and done.ids.shape[1] == 5 else None)
     corrected = decode(kvpress.ComposedPress([quest, act]))
     for layer, expected in zip(corrected.layers, newest, strict=True):
-        # As near as the mask oracle: tokens together and one by one take different sums.
+        # Tolerance of the mask oracle: a pass of several tokens sums in another order than single tokens.
         torch.testing.assert_close(layer.store.window.filled_values[:, :, -5:], expected, atol=2e-4, rtol=1e-4)
         assert layer.store.seen == 65
 
@@ -325,7 +325,7 @@ def test_only_known_tokens_of_the_window_can_be_read_once_more() -> None:
 
 
 def test_a_hidden_pair_stays_hidden_when_read_behind() -> None:
-    """Behind an evicted cache, queries see exactly what is stored: the output equals the mask oracle's."""
+    """Behind an evicted cache, queries see exactly the stored pairs: the output equals the mask oracle's."""
     model = tiny_model("llama")
     ids, new = tokens(2, 40), tokens(2, 6, seed=3)
     lse: list[Tensor] = []
@@ -342,9 +342,9 @@ def test_a_hidden_pair_stays_hidden_when_read_behind() -> None:
     oracle = Oracle(model, kvpress.kept_positions(cache), 40)
     expected = oracle.logits(new, stock, None, None)
     with kvpress.reading(model):
-        found = model(new, past_key_values=cache).logits
-    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
-    assert all(each.shape == (4, 2 * 6) for each in lse)
+        logits = model(new, past_key_values=cache).logits
+    torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-4)
+    assert all(weights.shape == (4, 2 * 6) for weights in lse)
     assert len(lse) == 3
 
 
@@ -361,7 +361,7 @@ def test_presses_that_act_on_generated_passes_are_not_replayed() -> None:
 
 @needs_compiler
 def test_ids_of_replayed_steps_are_remembered() -> None:
-    told = []
+    sequences = []
     for recorder in (None, TapeRecorder()):
         model, press = tiny_model("llama"), RecordingPrompts()
         cache = DynamicCache(config=model.config)
@@ -370,6 +370,6 @@ def test_ids_of_replayed_steps_are_remembered() -> None:
             assert recorder is None or opened.captured is not None
             sequence = torch.cat([sequence, tokens(2, 5, seed=1)], dim=1)
             model.generate(sequence, past_key_values=cache, max_new_tokens=2, do_sample=False)
-        assert torch.equal(press.told[1][1], sequence[:, 12:])
-        told.append(sequence)
-    assert torch.equal(*told)
+        assert torch.equal(press.passes[1][1], sequence[:, 12:])
+        sequences.append(sequence)
+    assert torch.equal(*sequences)

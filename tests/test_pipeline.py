@@ -40,10 +40,14 @@ def test_answers_do_not_depend_on_each_other(spec: str) -> None:
 
 
 def test_a_list_of_contexts_is_one_batch_with_the_same_answers() -> None:
-    asked = {"question": "\nWhat is the code for camel?", "answer_prefix": "The code for camel is", "max_new_tokens": 4}
+    request = {
+        "question": "\nWhat is the code for camel?",
+        "answer_prefix": "The code for camel is",
+        "max_new_tokens": 4,
+    }
     press = kvpress.SnapKVPress(0.3, window_size=4)
-    together = pipe()([CONTEXTS[1], CONTEXTS[0]], press=press, **asked)
-    alone = [pipe()(context, press=press, **asked) for context in (CONTEXTS[1], CONTEXTS[0])]
+    together = pipe()([CONTEXTS[1], CONTEXTS[0]], press=press, **request)
+    alone = [pipe()(context, press=press, **request) for context in (CONTEXTS[1], CONTEXTS[0])]
     assert together == alone
 
 
@@ -89,21 +93,21 @@ SHIPPED = {
 }
 
 
-def test_answers_are_greedy_whatever_the_file_of_the_model_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = {**ASKED, "max_new_tokens": 8}
-    expected = pipe()(CONTEXTS[0], **asked)
+def test_answers_are_greedy_with_any_file_of_settings_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = {**ASKED, "max_new_tokens": 8}
+    expected = pipe()(CONTEXTS[0], **request)
     first = pipe().tokenizer.encode(expected["answer"], add_special_tokens=False)[:1]
-    other = pipe()(CONTEXTS[0], **asked, suppress_tokens=first)
-    assert other != expected
-    given = GenerationConfig(suppress_tokens=first)
-    assert pipe()(CONTEXTS[0], **asked, generation_config=given) == other
+    suppressed = pipe()(CONTEXTS[0], **request, suppress_tokens=first)
+    assert suppressed != expected
+    generation = GenerationConfig(suppress_tokens=first)
+    assert pipe()(CONTEXTS[0], **request, generation_config=generation) == suppressed
     shipped = GenerationConfig(**SHIPPED, eos_token_id=pipe().model.generation_config.eos_token_id)
     monkeypatch.setattr(pipe().model, "generation_config", shipped)
-    assert pipe()(CONTEXTS[0], **asked) == expected
-    assert pipe()(CONTEXTS[0], **asked, suppress_tokens=first) == other
+    assert pipe()(CONTEXTS[0], **request) == expected
+    assert pipe()(CONTEXTS[0], **request, suppress_tokens=first) == suppressed
     dot = pipe().tokenizer.encode("4837.", add_special_tokens=False)[-1]
     monkeypatch.setattr(shipped, "eos_token_id", dot)
-    assert pipe()(CONTEXTS[0], **asked) == {"answer": " 4837."}
+    assert pipe()(CONTEXTS[0], **request) == {"answer": " 4837."}
 
 
 @pytest.mark.parametrize(
@@ -161,7 +165,7 @@ TEMPLATE = (
 
 @cache
 def chat() -> Any:
-    """The pipeline with a chat template."""
+    """Return the pipeline with a chat template."""
     model, tokenizer = kvpress.load_model("reference")
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = TEMPLATE
@@ -172,15 +176,15 @@ def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def read(context: Any, **asked: Any) -> str:
-    """The text that the pipeline reads and is asked, as the model gets it."""
+def read(context: Any, **request: Any) -> str:
+    """Return the text that the pipeline reads for a request, as the model gets it."""
     cache = DynamicCache(config=chat().model.config)
     seen: list[Any] = []
     handle = chat().model.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs.get("input_ids", args[0] if args else None)), with_kwargs=True
     )
     try:
-        chat()(context, cache=cache, max_new_tokens=1, **asked)
+        chat()(context, cache=cache, max_new_tokens=1, **request)
     finally:
         handle.remove()
     return "".join(chat().tokenizer.decode(ids[0]) for ids in seen)
@@ -209,35 +213,36 @@ def test_messages_are_read_as_the_chat_template_writes_them() -> None:
 
 
 def test_a_text_and_its_message_are_the_same_context() -> None:
-    asked = {**ASKED, "max_new_tokens": 4, "press": kvpress.KnormPress(0.2)}
-    assert chat()([user(CONTEXTS[0])], **asked) == chat()(CONTEXTS[0], **asked)
+    request = {**ASKED, "max_new_tokens": 4, "press": kvpress.KnormPress(0.2)}
+    assert chat()([user(CONTEXTS[0])], **request) == chat()(CONTEXTS[0], **request)
 
 
 def test_a_batch_of_conversations_and_texts() -> None:
-    asked = {"question": " What is the code for camel ?", "max_new_tokens": 5}
+    request = {"question": " What is the code for camel ?", "max_new_tokens": 5}
     batch = [[user(CONTEXTS[0]), {"role": "assistant", "content": "The sun sings."}], CONTEXTS[1]]
-    together = chat()(batch, **asked, press=kvpress.SnapKVPress(0.3, window_size=4))
-    assert together == [chat()(each, **asked, press=kvpress.SnapKVPress(0.3, window_size=4)) for each in batch]
+    together = chat()(batch, **request, press=kvpress.SnapKVPress(0.3, window_size=4))
+    assert together == [chat()(item, **request, press=kvpress.SnapKVPress(0.3, window_size=4)) for item in batch]
 
 
 @pytest.mark.parametrize("spec", ["none", "snapkv:0.3,window_size=4 + kivi:bits=4,residual_length=32"])
 def test_every_context_has_its_own_questions(spec: str) -> None:
-    """Questions of different lengths and numbers are answered as they are alone."""
+    """Questions of different lengths and numbers are answered as each alone."""
     questions = [
         ["\nWhat is the code for tiger?\nThe code for tiger is", "\nThe code"],
         ["\nThe price for lamp is"],
     ]
-    press, asked = kvpress.get_press(spec), {"max_new_tokens": 5}
-    together = pipe()(CONTEXTS, questions=questions, press=press, **asked)
+    press, options = kvpress.get_press(spec), {"max_new_tokens": 5}
+    together = pipe()(CONTEXTS, questions=questions, press=press, **options)
     alone = [
-        pipe()(context, questions=own, press=press, **asked) for context, own in zip(CONTEXTS, questions, strict=True)
+        pipe()(context, questions=context_questions, press=press, **options)
+        for context, context_questions in zip(CONTEXTS, questions, strict=True)
     ]
     assert together == alone
-    assert [len(each["answers"]) for each in together] == [2, 1]
-    assert len({answer for each in together for answer in each["answers"]}) == 3
+    assert [len(answered["answers"]) for answered in together] == [2, 1]
+    assert len({answer for answered in together for answer in answered["answers"]}) == 3
 
 
-def test_a_filled_cache_is_asked_without_a_context() -> None:
+def test_a_filled_cache_answers_without_a_context() -> None:
     cache = DynamicCache(config=pipe().model.config)
     pipe()(CONTEXTS[0], cache=cache, max_new_tokens=1, press=kvpress.KIVIPress(4))
     seen = cache.get_seq_length()
@@ -257,7 +262,7 @@ def test_answers_are_streamed_as_they_come() -> None:
         TextIteratorStreamer(pipe().tokenizer, skip_prompt=True, skip_special_tokens=True, timeout=60) for _ in range(2)
     ]
     answers = pipe()(CONTEXTS[0], questions=["\nThe code", "\nThe king"], streamer=several, max_new_tokens=4)["answers"]
-    assert ["".join(each) for each in several] == answers
+    assert ["".join(pieces) for pieces in several] == answers
 
 
 def test_a_streamer_ends_where_the_answer_fails() -> None:
@@ -268,10 +273,10 @@ def test_a_streamer_ends_where_the_answer_fails() -> None:
 
 
 def test_several_sequences_are_all_returned() -> None:
-    found = pipe()(CONTEXTS, **ASKED, max_new_tokens=3, num_return_sequences=2, num_beams=2)
-    assert [len(each["answer"]) for each in found] == [2, 2]
-    one = pipe()(CONTEXTS[0], **ASKED, max_new_tokens=3, num_return_sequences=2, num_beams=2)
-    assert one == found[0]
+    batch = pipe()(CONTEXTS, **ASKED, max_new_tokens=3, num_return_sequences=2, num_beams=2)
+    assert [len(answered["answer"]) for answered in batch] == [2, 2]
+    single = pipe()(CONTEXTS[0], **ASKED, max_new_tokens=3, num_return_sequences=2, num_beams=2)
+    assert single == batch[0]
 
 
 def test_a_press_finds_roles_by_the_tokenizer_of_the_pipeline() -> None:
@@ -287,7 +292,7 @@ def test_a_press_finds_roles_by_the_tokenizer_of_the_pipeline() -> None:
 
 
 @pytest.mark.parametrize(
-    ("context", "asked", "error", "message"),
+    ("context", "options", "error", "message"),
     [
         ([{"role": "user"}], {}, TypeError, "list of messages"),
         ([user("a"), "b"], {}, TypeError, "list of messages"),
@@ -303,12 +308,12 @@ def test_a_press_finds_roles_by_the_tokenizer_of_the_pipeline() -> None:
         ("a", {"questions": ["b", "c"], "streamer": object()}, ValueError, "got 1 for 2 questions"),
     ],
 )
-def test_what_does_not_fit_is_refused(context: Any, asked: Any, error: type[Exception] | None, message: str) -> None:
+def test_invalid_arguments_are_refused(context: Any, options: Any, error: type[Exception] | None, message: str) -> None:
     if error is None:
-        assert "answer" in chat()(context, max_new_tokens=1, **asked)
+        assert "answer" in chat()(context, max_new_tokens=1, **options)
         return
     with pytest.raises(error, match=message):
-        chat()(context, max_new_tokens=1, **asked)
+        chat()(context, max_new_tokens=1, **options)
 
 
 def test_streamers_of_one_text_are_refused_for_a_batch() -> None:
@@ -317,6 +322,6 @@ def test_streamers_of_one_text_are_refused_for_a_batch() -> None:
 
 
 def test_messages_need_a_chat_template() -> None:
-    for given in ({"context": [user("a")]}, {"context": "a", "system": "b"}):
+    for options in ({"context": [user("a")]}, {"context": "a", "system": "b"}):
         with pytest.raises(ValueError, match=r"set tokenizer\.chat_template"):
-            pipe()(**given, max_new_tokens=1)
+            pipe()(**options, max_new_tokens=1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`plan` predicts what a prefill then measures, and the commands print it."""
+"""`plan` predicts the bytes of a prefill, and the commands print the prediction."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ SPECS = [
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_the_plan_is_what_a_prefill_measures(spec: str) -> None:
+def test_the_plan_equals_the_measured_bytes(spec: str) -> None:
     model, press = reference(), kvpress.get_press(spec)
     cache_ = DynamicCache(config=model.config)
     with press(model):
@@ -124,7 +124,7 @@ SEALING = {
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("calibrated")
-    made = {name: folder / f"{name}.safetensors" for name in ("books", "channels", "levels", "predictors", "energies")}
+    paths = {name: folder / f"{name}.safetensors" for name in ("books", "channels", "levels", "predictors", "energies")}
     settings = (
         CoupledSettings((4, 4), (4, 4), fisher=False, iterations=2),
         ChannelSettings(),
@@ -132,13 +132,13 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         PredictorSettings(iterations=5),
         EnergySettings(),
     )
-    for path, chosen in zip(made.values(), settings, strict=True):
+    for path, chosen in zip(paths.values(), settings, strict=True):
         calibrate(tiny_model("llama"), tokens(2, 60), chosen, path)
-    return made | {"scales": write_scales(tiny_model("llama"), folder / "scales.safetensors")}
+    return paths | {"scales": write_scales(tiny_model("llama"), folder / "scales.safetensors")}
 
 
 def measured(press: Any, context: int, generated: int) -> tuple[int, int]:
-    """Bytes that are reachable from a cache after a prompt and generated tokens, and those that are reported."""
+    """Return the bytes reachable from a cache after a prompt and generated tokens, and the reported bytes."""
     model = tiny_model("llama")
     with press(model) as session:
         model.generate(tokens(2, context), max_new_tokens=generated + 1, do_sample=False)
@@ -166,7 +166,7 @@ def test_the_plan_holds_after_generation(name: str, evicting: str, files: dict[s
      "kvzip:0.5,repeat_prompt= + sparq:budget=32",
      "tidal_decode:budget=32,skip_layers=0 + kivi:bits=4,group_size=16,residual_length=16"],
 )  # fmt: skip
-def test_what_generated_tokens_add_is_planned(spec: str) -> None:
+def test_generated_tokens_are_planned(spec: str) -> None:
     press = kvpress.get_press(spec)
     walked, reported = measured(press, 400, 50)
     assert reported == walked
@@ -181,37 +181,37 @@ TILED = (
 
 
 @pytest.mark.parametrize("codec", TILED)
-def test_what_a_pair_less_holds_more_is_said(codec: str) -> None:
-    """447 pairs leave a tail of up to 31 dense ones where 448 are whole tiles; what it costs is that much or more."""
+def test_one_pair_less_may_hold_more_bytes(codec: str) -> None:
+    """447 pairs leave a tail of up to 31 dense pairs where 448 are whole tiles; the tail costs that much or more."""
     model = Geometry.of(reference().config)
     for tiles in (192, 448, 896):
-        few, whole, more = (
+        few, tiled, more = (
             plan(kvpress.get_press(f"keydiff:budget={kept} + {codec}"), model, 1024)
             for kept in (tiles - 1, tiles, tiles + 1)
         )
-        assert few.total_bytes - few.tail_bytes <= 1.02 * (whole.total_bytes - whole.tail_bytes)
-        assert more.total_bytes - more.tail_bytes <= 1.02 * (whole.total_bytes - whole.tail_bytes)
+        assert few.total_bytes - few.tail_bytes <= 1.02 * (tiled.total_bytes - tiled.tail_bytes)
+        assert more.total_bytes - more.tail_bytes <= 1.02 * (tiled.total_bytes - tiled.tail_bytes)
 
 
-def test_a_plan_says_what_a_tail_costs() -> None:
-    """It is what 447 pairs hold beyond 447 of 448 parts of what 448 do, and is printed where it is much."""
+def test_a_plan_prints_the_cost_of_a_tail() -> None:
+    """The cost is the bytes of 447 pairs beyond 447/448 of the bytes of 448, and is printed where it is large."""
     spec = "keydiff:budget={} + kivi:bits=3,residual_length=0"
-    given = ["plan", "--model", "reference", "--context", "1024"]
-    given += [part for budget in (447, 448) for part in ("--press", spec.format(budget))]
-    printed = " ".join(runner.invoke(app, given).output.split())
-    few, whole = (
+    arguments = ["plan", "--model", "reference", "--context", "1024"]
+    arguments += [part for budget in (447, 448) for part in ("--press", spec.format(budget))]
+    printed = " ".join(runner.invoke(app, arguments).output.split())
+    few, tiled = (
         plan(kvpress.get_press(spec.format(kept)), Geometry.of(reference().config), 1024) for kept in (447, 448)
     )
-    share = 1 - whole.total_bytes * 447 / 448 / few.total_bytes
+    share = 1 - tiled.total_bytes * 447 / 448 / few.total_bytes
     assert f"{spec.format(447)}: {share:.0%} of the cache is pairs that stay dense" in printed
     assert f"{spec.format(448)}: " not in printed
-    assert whole.tail_bytes == 0
+    assert tiled.tail_bytes == 0
 
 
 def test_bytes_grow_with_the_batch_and_fall_with_the_ratio() -> None:
     geometry = Geometry.of(reference().config)
-    one, four = (plan(kvpress.KnormPress(0.5), geometry, 4096, batch) for batch in (1, 4))
-    assert four.total_bytes == 4 * one.total_bytes
+    single, four = (plan(kvpress.KnormPress(0.5), geometry, 4096, batch) for batch in (1, 4))
+    assert four.total_bytes == 4 * single.total_bytes
     sizes = [plan(kvpress.KnormPress(ratio), geometry, 4096).total_bytes for ratio in (0.0, 0.3, 0.6, 0.9)]
     assert sizes == sorted(sizes, reverse=True)
 
@@ -238,8 +238,8 @@ def test_geometry_of_a_mixed_model_counts_windows_as_windows() -> None:
 
 def test_the_plan_of_a_mixed_model_names_the_share_that_can_shrink(tmp_path: Path) -> None:
     tiny_model("gemma3_text").config.save_pretrained(tmp_path)
-    found = runner.invoke(app, ["plan", "--model", str(tmp_path), "--context", "40", "--press", "frontier:smaller=10"])
-    assert "91% of the cache can shrink, so that it gets at most 11.0 times smaller" in found.output, found.output
+    result = runner.invoke(app, ["plan", "--model", str(tmp_path), "--context", "40", "--press", "frontier:smaller=10"])
+    assert "91% of the cache can shrink, so that it gets at most 11.0 times smaller" in result.output, result.output
 
 
 def test_latents_are_planned_as_they_are_cached() -> None:
@@ -248,12 +248,12 @@ def test_latents_are_planned_as_they_are_cached() -> None:
     for spec in ("none", "knorm:0.75"):
         with kvpress.get_press(spec)(model) as session, torch.no_grad():
             model(ids, use_cache=True)
-        planned, held = (
+        planned, reported = (
             plan(kvpress.get_press(spec), Geometry.of(model.config), 64, 2),
             kvpress.memory_report(session.cache),
         )
-        assert planned.uncompressed_bytes == held.uncompressed_bytes
-        assert planned.total_bytes == held.total_bytes
+        assert planned.uncompressed_bytes == reported.uncompressed_bytes
+        assert planned.total_bytes == reported.total_bytes
     with pytest.raises(NotImplementedError, match="caches pairs of 32 and 8 numbers"):
         plan(kvpress.get_press("kivi:bits=4,group_size=4"), Geometry.of(model.config), 64)
 
@@ -304,10 +304,10 @@ def test_plan_of_given_presses_from_a_configuration_file(tmp_path: Path) -> None
     arguments = ["plan", "--model", str(path), "--context", "4096", "--press", "knorm:0.75", "--press", "kivi:bits=4"]
     result = runner.invoke(app, arguments)
     assert result.exit_code == 0, result.output
-    whole = 4 * 2 * 4096 * 2 * 64 * 2
-    evicted = whole // 4 + 4 * 2 * 1024 * 2
+    dense_bytes = 4 * 2 * 4096 * 2 * 64 * 2
+    evicted = dense_bytes // 4 + 4 * 2 * 1024 * 2
     assert format_bytes(evicted) in result.output
-    assert f"{whole / evicted:.2f}" in result.output
+    assert f"{dense_bytes / evicted:.2f}" in result.output
     assert "1,024" in result.output
     assert "snapkv" not in result.output
     assert runner.invoke(app, ["plan", "--model", str(tmp_path), "--press", "knorm:0.75"]).exit_code == 0
@@ -324,29 +324,29 @@ def test_sizes_are_read() -> None:
 @pytest.mark.parametrize("batch", [1, 3])
 def test_the_longest_context_fits_and_a_longer_one_does_not(spec: str, batch: int) -> None:
     model, press, room = Geometry.of(reference().config), kvpress.get_press(spec), 10_000_000
-    most = longest_context(press, model, room, batch)
-    longer = most + most // 100  # a few tokens more may round to the same pairs
-    assert plan(press, model, most, batch).needed_bytes <= room < plan(press, model, longer, batch).needed_bytes
+    longest = longest_context(press, model, room, batch)
+    longer = longest + longest // 100  # a few tokens more may round to the same pairs
+    assert plan(press, model, longest, batch).needed_bytes <= room < plan(press, model, longer, batch).needed_bytes
     assert longest_context(press, model, 0, batch) == 0
 
 
-def test_a_plan_says_what_files_hold(tmp_path: Path) -> None:
+def test_a_plan_prints_the_presses_of_files(tmp_path: Path) -> None:
     (tmp_path / "press.yaml").write_text("press: knorm:0.5 + kivi:bits=4\n")
     (tmp_path / "inner.yaml").write_text("press: snapkv:0.5\n")
-    given = ["--press", f"@{tmp_path}/press.yaml", "--press", f"adakv(@{tmp_path}/inner.yaml)"]
-    shown = runner.invoke(app, ["plan", "--model", "reference", "--context", "1024", *given]).output
+    arguments = ["--press", f"@{tmp_path}/press.yaml", "--press", f"adakv(@{tmp_path}/inner.yaml)"]
+    shown = runner.invoke(app, ["plan", "--model", "reference", "--context", "1024", *arguments]).output
     assert "knorm:compression_ratio=0.5 + kivi:bits=4" in shown
     assert "adakv(snapkv:compression_ratio=0.5)" in shown
     assert ".yaml" not in shown
 
 
-def test_what_ever_fits_has_no_longest_context() -> None:
+def test_a_cache_of_constant_size_has_no_longest_context() -> None:
     model = Geometry.of(reference().config)
     assert longest_context(kvpress.get_press("bounded(knorm:budget=100)"), model, 10_000_000) == LONGEST
 
 
 @pytest.mark.parametrize(
-    ("memory", "said"),
+    ("memory", "printed"),
     [
         ("1GB", "131,072 tokens fit without a press."),
         ("200MB", "131,072 tokens do not fit without a press, which takes 256.0 MiB; they fit with snapkv:0.5"),
@@ -355,10 +355,10 @@ def test_what_ever_fits_has_no_longest_context() -> None:
         ("much", "memory must be a size such as 4GB"),
     ],
 )
-def test_plan_says_what_fits_a_memory(memory: str, said: str) -> None:
-    given = ["plan", "--model", "reference", "--memory", memory, "--press", "none", "--press", "snapkv:0.5"]
-    given += ["--context", "131072"]
-    assert said in runner.invoke(app, given).output
+def test_plan_prints_the_longest_context_of_a_memory(memory: str, printed: str) -> None:
+    arguments = ["plan", "--model", "reference", "--memory", memory, "--press", "none", "--press", "snapkv:0.5"]
+    arguments += ["--context", "131072"]
+    assert printed in runner.invoke(app, arguments).output
 
 
 @pytest.mark.parametrize(
@@ -376,8 +376,8 @@ def test_plan_says_what_fits_a_memory(memory: str, said: str) -> None:
     ids=str,
 )
 def test_mistakes_leave_with_a_status_and_a_reason(arguments: list[str], words: list[str]) -> None:
-    given = arguments if "--model" in arguments else ["--model", "reference", *arguments]
-    result = runner.invoke(app, ["plan", *given])
+    command = arguments if "--model" in arguments else ["--model", "reference", *arguments]
+    result = runner.invoke(app, ["plan", *command])
     assert result.exit_code == (3 if "--model" in arguments else 2)
     text = " ".join(result.output.split())
     for word in words:
@@ -393,7 +393,7 @@ def test_brackets_of_errors_and_names_are_printed_as_they_are(name: str, tmp_pat
     folder = tmp_path / name.replace("/", "")
     folder.mkdir()
     (folder / "config.json").write_text(tiny_model("llama").config.to_json_string())
-    given = ["plan", "--model", str(folder), "--context", "300", "--press", "none"]
-    printed = runner.invoke(app, given)
+    command = ["plan", "--model", str(folder), "--context", "300", "--press", "none"]
+    printed = runner.invoke(app, command)
     assert printed.exit_code == 0, printed.output
     assert folder.name in "".join(printed.output.split())  # a long path is broken, and its lines are centred

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading past the positions of a model: refused before work, or said once where `generate` is the user's."""
+"""Reading past the positions of a model: refused before any work, or warned about once inside `generate`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _unwarned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @cache
 def short() -> Any:
-    """A Llama of 64 positions."""
+    """Return a Llama of 64 positions."""
     return tiny_model("llama", max_position_embeddings=LIMIT)
 
 
@@ -80,7 +80,7 @@ def reference() -> tuple[Any, Any]:
             ),
             163840,
         ),
-        # Qwen as its card says to extend it: max_position_embeddings is that of the training.
+        # Qwen, extended as its model card describes: max_position_embeddings is that of the training.
         (
             config(
                 "qwen3",
@@ -100,7 +100,7 @@ def reference() -> tuple[Any, Any]:
         ),
         (config("llama", max_position_embeddings=2048, rope_parameters=rope("dynamic", factor=4.0)), 8192),
         (config("llama", max_position_embeddings=4096, rope_parameters=rope("linear", factor=4.0)), 16384),
-        # Gemma 3: the factor of its full layers is one that it was trained with.
+        # Gemma 3: its full layers were trained with their scaling factor.
         (
             config(
                 "gemma3_text",
@@ -147,7 +147,7 @@ def test_the_pipeline_refuses_with_the_numbers() -> None:
         )
 
 
-def test_a_later_turn_counts_what_the_cache_has_read() -> None:
+def test_a_later_turn_counts_the_tokens_of_the_cache() -> None:
     model, tokenizer = reference()
     pipe = kvpress.KVPressTextGenerationPipeline(model=model, tokenizer=tokenizer)
     cache = new_cache(model)
@@ -166,15 +166,15 @@ def test_a_text_is_refused_before_it_is_read(tmp_path: Path) -> None:
         ask(model, tokenizer, cache, WORDS * 600, max_new_tokens=1)
     text, out = tmp_path / "text", tmp_path / "out.kv"
     text.write_text(WORDS * 600)
-    given = ["compress", "--model", "reference", "--press", "knorm:0.5", "--text", str(text), "--out", str(out)]
-    done = runner.invoke(app, given)
+    arguments = ["compress", "--model", "reference", "--press", "knorm:0.5", "--text", str(text), "--out", str(out)]
+    done = runner.invoke(app, arguments)
     assert done.exit_code == 2
     assert "over the 4096 positions" in done.output
     assert not out.exists()
 
 
 def test_a_block_warns_once_for_a_model() -> None:
-    model, other = short(), tiny_model("llama", seed=1, max_position_embeddings=LIMIT)
+    model, second = short(), tiny_model("llama", seed=1, max_position_embeddings=LIMIT)
     ids = tokens(1, LIMIT - 4)
     with kvpress.get_press("knorm:0.5")(model), warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -188,7 +188,7 @@ def test_a_block_warns_once_for_a_model() -> None:
         warnings.simplefilter("error")
         model.generate(tokens(1, 2 * LIMIT), max_new_tokens=2, do_sample=False)
     with pytest.warns(RuntimeWarning, match="128 tokens are over the 64 positions"):
-        kvpress.prefill(other, [kvpress.get_press("knorm:0.5")], tokens(1, 2 * LIMIT))
+        kvpress.prefill(second, [kvpress.get_press("knorm:0.5")], tokens(1, 2 * LIMIT))
 
 
 def test_padding_is_no_position() -> None:
@@ -201,7 +201,7 @@ def test_padding_is_no_position() -> None:
 
 
 def test_a_press_that_closes_gaps_reads_on() -> None:
-    """Distances are those within what is kept and a chunk, wherever the text ends."""
+    """Distances stay within the kept pairs and a chunk, wherever the text ends."""
     press = kvpress.get_press("bounded(streaming_llm:budget=24,reindex=true):chunk=32")
     with press(short()), warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -217,14 +217,24 @@ def test_a_press_that_closes_gaps_reads_on() -> None:
 
 
 def test_plan_offers_no_more_than_the_positions(tmp_path: Path) -> None:
-    given = ["plan", "--model", "reference", "--memory", "1GB", "--press", "none", "--out", str(tmp_path / "plan.json")]
-    printed = runner.invoke(app, given).output
+    arguments = [
+        "plan",
+        "--model",
+        "reference",
+        "--memory",
+        "1GB",
+        "--press",
+        "none",
+        "--out",
+        str(tmp_path / "plan.json"),
+    ]
+    printed = runner.invoke(app, arguments).output
     assert "1 x 4096 tokens" in printed
     assert "the longest context is limited by the 4,096 positions of LlamaForCausalLM" in printed
     figures = json.loads((tmp_path / "plan.json").read_text())
     assert (figures["context"], figures["positions"]) == (4096, 4096)
     assert [row["longest_context"] for row in figures["presses"]] == [4096]
-    printed = runner.invoke(app, [*given, "--context", "8192", "--generated", "96"]).output
+    printed = runner.invoke(app, [*arguments, "--context", "8192", "--generated", "96"]).output
     assert "8,288 tokens exceed the 4,096 positions of LlamaForCausalLM" in printed
     assert "pass --context 4000 or less" in printed
     assert json.loads((tmp_path / "plan.json").read_text())["presses"][0]["longest_context"] == 4000

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a prefix store holds is not read again, is right, and survives whatever happens to other processes."""
+"""A stored prefix is not read again, is right, and survives crashes of other processes."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ PRESSES = ["none", STORAGES["composed"], "adakv(snapkv:0.5,window_size=4)", STOR
 
 def logits(model: Any, press: Any, cache: Any, seed: int = 3) -> Tensor:
     with kvpress.reading(model, press):
-        found: Tensor = model(tokens(cache.layers[0].batch_size, 4, seed), past_key_values=cache).logits
-    return found
+        output: Tensor = model(tokens(cache.layers[0].batch_size, 4, seed), past_key_values=cache).logits
+    return output
 
 
 @pytest.fixture
 def passes() -> Iterator[list[int]]:
-    """Numbers of the tokens of every pass of the tiny Llama that tests read with."""
+    """Record the numbers of tokens of every pass of the tiny Llama."""
     seen: list[int] = []
     handle = (
         tiny_model("llama")
@@ -45,7 +45,7 @@ def passes() -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
 @pytest.mark.parametrize("spec", PRESSES)
-def test_what_was_read_is_not_read_again(spec: str, padded: bool, tmp_path: Path, passes: list[int]) -> None:
+def test_a_stored_prefix_is_not_read_again(spec: str, padded: bool, tmp_path: Path, passes: list[int]) -> None:
     model, press = tiny_model("llama"), kvpress.get_press(spec)
     ids, mask = padded_batch([60, 37]) if padded else (tokens(2, 60), None)
     first = kvpress.PrefixStore(tmp_path).read(model, press, ids, mask)
@@ -57,22 +57,22 @@ def test_what_was_read_is_not_read_again(spec: str, padded: bool, tmp_path: Path
         assert torch.equal(logits(model, press, again), logits(model, press, expected))
 
 
-def test_only_what_keeps_every_pair_takes_a_shorter_prefix(tmp_path: Path, passes: list[int]) -> None:
+def test_only_a_press_that_keeps_every_pair_takes_a_shorter_prefix(tmp_path: Path, passes: list[int]) -> None:
     model, ids = tiny_model("llama"), tokens(1, 60)
     store = kvpress.PrefixStore(tmp_path)
     plain, knorm = (kvpress.get_press(spec) for spec in ("none", "knorm:0.5"))
     for press in (plain, knorm):
         for length in (20, 40):
             store.read(model, press, ids[:, :length])
-    assert passes == [20, 20, 20, 40]  # 40 behind 20 where nothing is evicted, from the start where something is
+    assert passes == [20, 20, 20, 40]  # 40 behind 20 without eviction, all 60 with eviction
     assert store.find(model, plain, ids).length == 40
     assert store.find(model, knorm, ids) is None
     assert store.find(model, knorm, ids, turns=True).length == 40
     assert store.find(model, plain, torch.cat([ids[:, :39], ids[:, :1]], dim=1)).length == 20
     assert store.find(model, plain, ids[:, :19]) is None
-    whole = store.read(model, plain, ids)
+    resumed = store.read(model, plain, ids)
     torch.testing.assert_close(
-        logits(model, plain, whole), logits(model, plain, prefill(model, plain, ids)), atol=1e-4, rtol=1e-4
+        logits(model, plain, resumed), logits(model, plain, prefill(model, plain, ids)), atol=1e-4, rtol=1e-4
     )
     del passes[:]
     talk = store.read(model, knorm, ids, turns=True)
@@ -83,7 +83,7 @@ def test_only_what_keeps_every_pair_takes_a_shorter_prefix(tmp_path: Path, passe
     assert positions(talk) == positions(expected)
 
 
-def test_other_models_presses_and_paddings_are_told_apart(tmp_path: Path) -> None:
+def test_other_models_presses_and_paddings_are_distinguished(tmp_path: Path) -> None:
     store, ids = kvpress.PrefixStore(tmp_path), tokens(1, 30)
     model, press = tiny_model("llama"), kvpress.get_press("knorm:0.5")
     store.read(model, press, ids)
@@ -98,16 +98,16 @@ def test_other_models_presses_and_paddings_are_told_apart(tmp_path: Path) -> Non
     assert (store.hits, store.misses) == (1, 6)
 
 
-def test_what_a_press_reads_from_files_is_told_apart_by_its_content(tmp_path: Path) -> None:
+def test_files_of_a_press_are_distinguished_by_content(tmp_path: Path) -> None:
     first = prefix_store._files_in({"calibration": __file__, "inner": [{"bits": 4}]})
     assert len(first) == 1
-    other = tmp_path / "other.json"
-    other.write_text("{}")
-    assert prefix_store._files_in({"calibration": str(other)}) not in ([], first)
+    second = tmp_path / "other.json"
+    second.write_text("{}")
+    assert prefix_store._files_in({"calibration": str(second)}) not in ([], first)
     assert prefix_store._files_in({"calibration": str(tmp_path / "missing.json")}) == []
 
 
-def test_what_was_used_least_recently_goes_first(tmp_path: Path) -> None:
+def test_the_least_recently_used_prefix_is_deleted_first(tmp_path: Path) -> None:
     model, press = tiny_model("llama"), kvpress.get_press("knorm:0.5")
     prompts = [tokens(1, 60, seed) for seed in range(4)]
     store = kvpress.PrefixStore(tmp_path)
@@ -118,8 +118,8 @@ def test_what_was_used_least_recently_goes_first(tmp_path: Path) -> None:
     assert store.find(model, press, prompts[0]) is not None  # now the newest
     tight = kvpress.PrefixStore(tmp_path, store.bytes)
     tight.read(model, press, prompts[3])
-    held = [tight.find(model, press, prompt) is not None for prompt in prompts]
-    assert held == [True, False, True, True]
+    hits = [tight.find(model, press, prompt) is not None for prompt in prompts]
+    assert hits == [True, False, True, True]
     assert tight.bytes <= tight.limit
     assert len(tight) == 3
     small = kvpress.PrefixStore(tmp_path / "small", "1kB")
@@ -130,16 +130,16 @@ def test_what_was_used_least_recently_goes_first(tmp_path: Path) -> None:
     assert len(tight) == 0
 
 
-def test_what_is_damaged_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_prefix_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, press, ids = tiny_model("llama"), kvpress.get_press("knorm:0.5"), tokens(1, 60)
     store = kvpress.PrefixStore(tmp_path)
     expected = positions(store.read(model, press, ids))
     (path,) = tmp_path.glob("*/*.kv")
-    whole = path.read_bytes()
-    for content in (whole[:-100], whole[:2000] + b"?" + whole[2001:], b""):
+    original = path.read_bytes()
+    for content in (original[:-100], original[:2000] + b"?" + original[2001:], b""):
         path.write_bytes(content)
         assert positions(store.read(model, press, ids)) == expected
-        assert path.read_bytes()[-500:] == whole[-500:]
+        assert path.read_bytes()[-500:] == original[-500:]
     assert caplog.text.count("it is removed, and read again") == 3
 
 
@@ -158,9 +158,9 @@ def test_a_full_disk_is_no_reason_not_to_answer(
 
 def test_threads_that_ask_for_the_same_wait_for_one_reading(tmp_path: Path, passes: list[int]) -> None:
     model, press, ids = tiny_model("llama"), kvpress.get_press("knorm:0.5"), tokens(1, 200)
-    found: list[Any] = []
+    caches: list[Any] = []
     threads = [
-        threading.Thread(target=lambda: found.append(kvpress.PrefixStore(tmp_path).read(model, press, ids)))
+        threading.Thread(target=lambda: caches.append(kvpress.PrefixStore(tmp_path).read(model, press, ids)))
         for _ in range(4)
     ]
     for thread in threads:
@@ -168,7 +168,7 @@ def test_threads_that_ask_for_the_same_wait_for_one_reading(tmp_path: Path, pass
     for thread in threads:
         thread.join()
     assert passes == [200]
-    assert all(positions(cache) == positions(found[0]) for cache in found)
+    assert all(positions(cache) == positions(caches[0]) for cache in caches)
 
 
 def read_in_turns(folder: Path, first: int, rounds: int) -> None:
@@ -204,15 +204,15 @@ def test_the_pipeline_reads_a_context_once(tmp_path: Path) -> None:
     pipe = KVPressTextGenerationPipeline(model=model, tokenizer=tokenizer)
     contexts = [" The old river runs. The code for tiger is 4837." * 8, " The code for tiger is 2951." * 5]
     store, press = kvpress.PrefixStore(tmp_path), kvpress.get_press("snapkv:0.5 + kivi:bits=4,residual_length=32")
-    asked = {"question": "\nWhat is the code for tiger?", "press": press, "max_new_tokens": 8}
-    expected = pipe(contexts, **asked)
-    assert [pipe(contexts, prefix_store=store, **asked) for _ in range(2)] == [expected, expected]
+    request = {"question": "\nWhat is the code for tiger?", "press": press, "max_new_tokens": 8}
+    expected = pipe(contexts, **request)
+    assert [pipe(contexts, prefix_store=store, **request) for _ in range(2)] == [expected, expected]
     assert (store.hits, store.misses) == (1, 1)
-    assert pipe(contexts[0], prefix_store=store, question=asked["question"]) == pipe(
-        contexts[0], question=asked["question"]
+    assert pipe(contexts[0], prefix_store=store, question=request["question"]) == pipe(
+        contexts[0], question=request["question"]
     )
     with pytest.raises(ValueError, match="either cache or prefix_store"):
-        pipe(contexts[0], prefix_store=store, cache=prefill(model, press, tokens(1, 20)), **asked)
+        pipe(contexts[0], prefix_store=store, cache=prefill(model, press, tokens(1, 20)), **request)
 
 
 def test_wrong_limits_and_folders_are_refused(tmp_path: Path) -> None:

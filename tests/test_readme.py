@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Python examples of the README and the pages about methods run as they stand."""
+"""Python examples of the README and of the pages about methods run as they stand."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ README = Path(__file__).parent.parent / "README.md"
 
 @pytest.fixture
 def registered() -> Iterator[None]:
-    """Forget what the examples register."""
+    """Remove the presses that the examples register."""
     kvpress.list_presses()
-    known = dict(_entries)
+    registry = dict(_entries)
     yield
     _entries.clear()
-    _entries.update(known)
+    _entries.update(registry)
 
 
 @pytest.mark.usefixtures("registered")
@@ -61,7 +61,7 @@ def test_examples_of_the_pages(page: str, capsys: Any, tmp_path: Path, monkeypat
     assert "bits per value" in capsys.readouterr().out
 
 
-def test_the_table_of_a_real_size_is_what_plan_says() -> None:
+def test_the_table_of_a_real_size_equals_the_plan() -> None:
     config = LlamaConfig(
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
         vocab_size=128256, dtype="bfloat16",
@@ -70,10 +70,10 @@ def test_the_table_of_a_real_size_is_what_plan_says() -> None:
     room = parse_bytes("24GB", "memory") - parameters_of_config(config) * geometry.dtype.itemsize
     rows = re.findall(r"^\| `(\S+)` \| (\S+ GiB) \| (\S+ GiB) \| (\S+) \|$", README.read_text(), flags=re.MULTILINE)
     assert len(rows) == 5
-    for spec, held, peak, longest in rows:
+    for spec, total, peak, longest in rows:
         press = kvpress.get_press(spec)
         planned = plan(press, geometry, 131072)
-        assert (held, peak) == (format_bytes(planned.total_bytes), format_bytes(planned.peak_bytes)), spec
+        assert (total, peak) == (format_bytes(planned.total_bytes), format_bytes(planned.peak_bytes)), spec
         assert longest == f"{longest_context(press, geometry, room):,}", spec
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What belongs to a request stays with it: after passes that fail, inside other requests, in copies and in other modes."""
+"""State of a request stays with it: after failed passes, inside other requests, in copies and in other modes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class StopError(Exception):
 
 @contextmanager
 def acting(module: nn.Module, act: Callable[[], Any]) -> Iterator[None]:
-    """Do something once, in the middle of the next pass of a module."""
+    """Call a function once, in the middle of the next pass of a module."""
 
     def run(*_: Any) -> None:
         handle.remove()
@@ -112,8 +112,8 @@ def test_a_pass_that_fails_before_or_after_its_layers_leaves_the_cache_whole() -
                 model(ids, past_key_values=cache)
             expected = model(ids, use_cache=True).past_key_values
             assert positions(cache) == positions(expected)
-            found = [model(tokens(1, 1), past_key_values=each).logits for each in (cache, expected)]
-            assert torch.equal(*found)
+            logits = [model(tokens(1, 1), past_key_values=stored).logits for stored in (cache, expected)]
+            assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize(
@@ -151,16 +151,18 @@ def test_a_part_of_a_press_that_fails(spec: str, target: str, monkeypatch: pytes
 @pytest.mark.parametrize("spec", PRESSES.values(), ids=PRESSES)
 def test_a_request_inside_a_pass(spec: str) -> None:
     model, press = tiny_model("llama"), kvpress.get_press(spec)
-    ids, other = tokens(1, 40), tokens(2, 25, seed=5)
+    ids, inner_ids = tokens(1, 40), tokens(2, 25, seed=5)
     inside: list[Tensor] = []
     with press(model) as opened:
-        expected, others = generate(model, ids), generate(model, other)
-        with acting(model.model.layers[1].self_attn.o_proj, lambda: inside.append(generate(model, other).sequences)):
-            found = generate(model, ids, prefill_chunk_size=16)
-        assert opened.cache is found.past_key_values
+        expected, others = generate(model, ids), generate(model, inner_ids)
+        with acting(
+            model.model.layers[1].self_attn.o_proj, lambda: inside.append(generate(model, inner_ids).sequences)
+        ):
+            output = generate(model, ids, prefill_chunk_size=16)
+        assert opened.cache is output.past_key_values
     assert torch.equal(inside[0], others.sequences)
-    assert torch.equal(found.sequences, expected.sequences)
-    assert positions(found.past_key_values) == positions(expected.past_key_values)
+    assert torch.equal(output.sequences, expected.sequences)
+    assert positions(output.past_key_values) == positions(expected.past_key_values)
 
 
 def test_the_cache_of_a_pass_inside_that_pass_is_refused() -> None:
@@ -183,9 +185,9 @@ def test_the_cache_of_a_request_is_not_that_of_its_negative_prompt(chunk: int | 
     settings = {"guidance_scale": 1.7, "negative_prompt_ids": tokens(1, 12, seed=4), "prefill_chunk_size": chunk}
     handle = model.register_forward_hook(see, with_kwargs=True)
     with press(model) as opened:
-        found = generate(model, tokens(1, 30), **settings)
+        result = generate(model, tokens(1, 30), **settings)
     handle.remove()
-    assert opened.cache is press.last_cache is found.past_key_values
+    assert opened.cache is press.last_cache is result.past_key_values
     assert [cache.get_seq_length() for cache in caches] == [30 + 7, 12 + 7]
     kept = [{n for layer in cache.layers for n in layer.store.stored()} for cache in caches]
     assert kept == [{15 + 7}, {6 + 7}]
@@ -198,7 +200,7 @@ def test_the_cache_of_a_request_is_not_that_of_its_negative_prompt(chunk: int | 
 def test_caches_go_from_mode_to_mode(name: str) -> None:
     model, press = tiny_model("llama"), kvpress.get_press(PRESSES[name])
     modes = [torch.inference_mode, torch.no_grad, torch.inference_mode, torch.inference_mode, torch.enable_grad]
-    found = []
+    runs = []
     for order in (modes, modes[::-1], [torch.no_grad] * 5):
         logits, cache = [], DynamicCache(config=model.config)
         with press(model):
@@ -210,21 +212,21 @@ def test_caches_go_from_mode_to_mode(name: str) -> None:
                     for part in range(1 if step < 2 else 5):
                         new = tokens(2, lengths[step], seed=10 * step + part)
                         logits.append(model(new, past_key_values=cache).logits.detach().clone())
-        found.append((torch.cat(logits, dim=1), positions(cache)))
-    for logits, kept in found[:2]:
-        torch.testing.assert_close(logits, found[2][0], atol=1e-5, rtol=1e-5)
-        assert kept == found[2][1]
+        runs.append((torch.cat(logits, dim=1), positions(cache)))
+    for logits, kept in runs[:2]:
+        torch.testing.assert_close(logits, runs[2][0], atol=1e-5, rtol=1e-5)
+        assert kept == runs[2][1]
 
 
 def test_a_cache_of_a_plain_model_in_inference_mode() -> None:
     model, press = tiny_model("llama"), kvpress.get_press(KIVI)
-    found = []
+    sequences = []
     for mode in (torch.inference_mode, torch.no_grad):
         with mode():
             cache = model(tokens(1, 20), use_cache=True).past_key_values
         with torch.no_grad(), press(model):
-            found.append(generate(model, tokens(1, 30), past_key_values=cache, max_new_tokens=20).sequences)
-    assert torch.equal(*found)
+            sequences.append(generate(model, tokens(1, 30), past_key_values=cache, max_new_tokens=20).sequences)
+    assert torch.equal(*sequences)
 
 
 # -- copies ------------------------------------------------------------------------------------------------------
@@ -251,32 +253,32 @@ def test_presses_inside_a_press_do_not_carry_a_cache_either() -> None:
 
 
 def test_a_model_that_is_pickled_inside_a_block_is_a_plain_one() -> None:
-    # One of its own: transformers leaves hooks that cannot be pickled on a model that was once asked for hidden states.
+    # Use a model of its own: hidden states, once requested, leave transformers' hooks on it, which cannot be pickled.
     model, ids = tiny_model("llama", seed=257), tokens(1, 30)
     plain = generate(model, ids)
     with kvpress.get_press(STORAGES["composed"])(model):
         generate(model, ids)
         twin = pickle.loads(pickle.dumps(model))  # noqa: S301 - our own
-        found = generate(twin, ids)
-    assert torch.equal(found.sequences, plain.sequences)
-    assert type(found.past_key_values.layers[0]) is type(plain.past_key_values.layers[0])
+        output = generate(twin, ids)
+    assert torch.equal(output.sequences, plain.sequences)
+    assert type(output.past_key_values.layers[0]) is type(plain.past_key_values.layers[0])
     assert twin.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("whole", [True, False], ids=["model", "decoder"])
-def test_a_model_that_is_copied_inside_a_block_is_a_plain_one(whole: bool) -> None:
+@pytest.mark.parametrize("entire", [True, False], ids=["model", "decoder"])
+def test_a_model_that_is_copied_inside_a_block_is_a_plain_one(entire: bool) -> None:
     model, press = tiny_model("qwen3"), kvpress.get_press(STORAGES["composed"])
     ids, before = tokens(1, 30), fingerprint(model)
     plain = generate(model, ids)
     with press(model) as opened:
         expected = generate(model, ids).sequences
-        twin = copy.deepcopy(model) if whole else copy.deepcopy(model.model)
+        twin = copy.deepcopy(model) if entire else copy.deepcopy(model.model)
         assert torch.equal(generate(model, ids).sequences, expected)
         last = opened.cache
-        if whole:
-            found = generate(twin, ids)
-            assert torch.equal(found.sequences, plain.sequences)
-            assert type(found.past_key_values.layers[0]) is type(plain.past_key_values.layers[0])
+        if entire:
+            output = generate(twin, ids)
+            assert torch.equal(output.sequences, plain.sequences)
+            assert type(output.past_key_values.layers[0]) is type(plain.past_key_values.layers[0])
             with kvpress.get_press("knorm:0.4")(twin):
                 generate(twin, ids)
         else:
@@ -298,9 +300,9 @@ def test_a_model_that_is_moved_inside_a_block() -> None:
             model(tokens(1, 1), past_key_values=cache)
         expected = generate(model, ids)
     with press(model):
-        found = generate(model, ids)
-    assert torch.equal(found.sequences, expected.sequences)
-    assert positions(found.past_key_values) == positions(expected.past_key_values)
+        output = generate(model, ids)
+    assert torch.equal(output.sequences, expected.sequences)
+    assert positions(output.past_key_values) == positions(expected.past_key_values)
 
 
 def test_the_attention_implementation_is_not_changed_inside_a_block() -> None:
@@ -315,7 +317,7 @@ def test_the_attention_implementation_is_not_changed_inside_a_block() -> None:
         model(tokens(1, 20))
 
 
-def test_sessions_of_the_same_settings_are_told_apart_by_them() -> None:
+def test_sessions_of_the_same_settings_are_distinguished() -> None:
     model = tiny_model("llama")
     with session(kvpress.KnormPress(0.5), model):
         for press, evict in ((kvpress.KnormPress(0.6), True), (kvpress.KnormPress(0.5), False)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens that are taken back leave a cache as if they had never come, whatever was done to it meanwhile."""
+"""Tokens that are taken back leave no trace in a cache, with any events in between."""
 
 from __future__ import annotations
 
@@ -21,44 +21,46 @@ from tests.states import differences, state_of
 AGAIN_AND_AGAIN = "snapkv"
 
 
-def drawn() -> dict[str, str]:
-    """A spec of every registered method, with settings that make it act within a few tokens.
+def specs_by_name() -> dict[str, str]:
+    """Return a spec of every registered method, with settings that make it act within a few tokens.
 
-    What scores is drawn in a schedule that evicts while tokens are generated, and by itself too where it does so then.
+    Scorers are drawn in a schedule that evicts while tokens are generated, and alone where they evict then.
     """
-    found: dict[str, str | None] = {"none": "none"}
+    drawn_specs: dict[str, str | None] = {"none": "none"}
     for name, method in specs.methods().items():
         rng = specs.seeded(1)
         if method.place == "scorer":
             alone = specs.draw(name, None, None, "ratio", None, None, rng)
             acts = alone is not None and kvpress.press_from_dict(specs.tree_of(alone)).recipe().acting("decode")
             if acts or name == AGAIN_AND_AGAIN:
-                found[name] = alone
-            found[f"decoding {name}"] = specs.draw(name, None, None, "decoding", None, None, rng)
+                drawn_specs[name] = alone
+            drawn_specs[f"decoding {name}"] = specs.draw(name, None, None, "decoding", None, None, rng)
         elif method.place == "wrapper":
-            found[name] = specs.draw(AGAIN_AND_AGAIN, name, None, "ratio", None, None, rng)
+            drawn_specs[name] = specs.draw(AGAIN_AND_AGAIN, name, None, "ratio", None, None, rng)
         elif method.place in ("codec", "selector"):
             chosen = (name, None) if method.place == "codec" else (None, name)
-            found[name] = specs.draw(None, None, None, "ratio", *chosen, rng)
-            found[f"evicted {name}"] = specs.draw("expected_attention", "adakv", None, "ratio", *chosen, rng)
+            drawn_specs[name] = specs.draw(None, None, None, "ratio", *chosen, rng)
+            drawn_specs[f"evicted {name}"] = specs.draw("expected_attention", "adakv", None, "ratio", *chosen, rng)
         elif name in specs.schedules():
-            found[name] = specs.draw(AGAIN_AND_AGAIN, None, None, name, None, None, rng)
-    found["corrected"] = "tidal_decode:budget=12,skip_layers=0,correction=3"
-    found["h2o at every token"] = "h2o:0.5"
-    found["all"] = "adakv(snapkv:0.5,window_size=4) + zipcache:interval=4 + quest:budget=12,page_size=4,skip_layers=0"
-    return {name: spec for name, spec in found.items() if spec is not None}
+            drawn_specs[name] = specs.draw(AGAIN_AND_AGAIN, None, None, name, None, None, rng)
+    drawn_specs["corrected"] = "tidal_decode:budget=12,skip_layers=0,correction=3"
+    drawn_specs["h2o at every token"] = "h2o:0.5"
+    drawn_specs["all"] = (
+        "adakv(snapkv:0.5,window_size=4) + zipcache:interval=4 + quest:budget=12,page_size=4,skip_layers=0"
+    )
+    return {name: spec for name, spec in drawn_specs.items() if spec is not None}
 
 
-SPECS = drawn()
+SPECS = specs_by_name()
 ACTING = [
     *(name for name, method in specs.methods().items() if method.place in ("codec", "selector")),
     "none", "snapkv", "bounded", "cam", "prefill_decoding", "decoding tova", "decoding h2o", "h2o", "corrected", "all",
 ]  # fmt: skip
-"""What does something while tokens are generated, by choices that rounding does not turn."""
+"""Methods that act while tokens are generated, by choices that rounding does not change."""
 
 
 class Conversation:
-    """A cache that is read into token by token under a press; copies go their own ways."""
+    """Cache that is read into token by token under a press; copies are independent."""
 
     def __init__(self, spec: str, family: str = "llama", lengths: tuple[int, ...] = (40, 26)) -> None:
         self.model, self.spec = model_of(family, "float32"), spec
@@ -68,7 +70,7 @@ class Conversation:
         self.logits = self.read(ids, prompt=True)
 
     def read(self, ids: Tensor, prompt: bool = False) -> Tensor:
-        """Read tokens in one pass; returns their logits."""
+        """Read tokens in one pass; return their logits."""
         with self.press(self.model):
             return self._pass(ids, prompt)
 
@@ -96,9 +98,9 @@ class Conversation:
         self.mask = self.mask[:, : self.mask.shape[1] - count]
 
 
-def same(one: Conversation, other: Conversation) -> None:
-    found = differences(state_of(one.cache), state_of(other.cache))
-    assert not found, found[:5]
+def same(first: Conversation, second: Conversation) -> None:
+    unequal = differences(state_of(first.cache), state_of(second.cache))
+    assert not unequal, unequal[:5]
 
 
 def batch(conversation: Conversation, count: int, seed: int) -> Tensor:
@@ -131,8 +133,8 @@ def test_candidates_of_one_pass_are_read_as_if_one_by_one(name: str) -> None:
         together, accepted = talk.read(new), 3 + seed
         torch.testing.assert_close(together[:, :accepted], alone.steps(new[:, :accepted]), atol=1e-2, rtol=1e-2)
         talk.take_back(9 - accepted)
-        found = differences(state_of(talk.cache, decoded=True), state_of(alone.cache, decoded=True), 5e-3, share=0.2)
-        assert not found, found[:5]
+        unequal = differences(state_of(talk.cache, decoded=True), state_of(alone.cache, decoded=True), 5e-3, share=0.2)
+        assert not unequal, unequal[:5]
         alone.cache.crop(0)
 
 
@@ -168,20 +170,20 @@ def test_an_answer_that_is_generated_again_needs_no_copy(name: str) -> None:
     for _ in range(2):
         assert torch.equal(answer(talk.cache), expected)
         talk.cache.crop(seen - talk.cache.get_seq_length())
-        found = differences(state_of(talk.cache), state_of(before))
-        assert not found, found[:5]
+        unequal = differences(state_of(talk.cache), state_of(before))
+        assert not unequal, unequal[:5]
 
 
-def test_what_is_kept_to_take_tokens_back_is_reported_and_let_go() -> None:
+def test_memory_of_savepoints_is_reported_and_freed() -> None:
     talk = Conversation(SPECS["kivi"])
     talk.cache.activate_past_recording()
     talk.steps(batch(talk, 12, seed=1))
-    held = kvpress.memory_report(talk.cache)
-    assert all(report.components["rollback"] > 0 for report in held.layers)
+    before = kvpress.memory_report(talk.cache)
+    assert all(report.components["rollback"] > 0 for report in before.layers)
     talk.cache.crop(0)
     let_go = kvpress.memory_report(talk.cache)
     assert not any("rollback" in report.components for report in let_go.layers)
-    assert let_go.total_bytes < held.total_bytes
+    assert let_go.total_bytes < before.total_bytes
     walked = {tensor.untyped_storage().data_ptr() for tensor in reachable([layer.store for layer in talk.cache.layers])}
     plain = Conversation(SPECS["kivi"])
     plain.steps(batch(plain, 12, seed=1))
@@ -250,7 +252,7 @@ def test_recurrent_layers_say_why_not() -> None:
         assert not any(getattr(layer, "record_past", False) for layer in cache.layers)
 
 
-def test_a_sliding_layer_behind_says_so_before_anything_is_changed() -> None:
+def test_a_sliding_layer_behind_is_refused_before_any_change() -> None:
     model = tiny_model("smollm3")
     config = copy.deepcopy(model.config)
     config.layer_types, config.sliding_window = ["full_attention", "sliding_attention", "full_attention"], 8
@@ -314,7 +316,7 @@ def test_a_crop_that_only_some_layers_could_follow_is_not_read_on() -> None:
 
 def test_a_turn_of_embeddings_on_a_cache_that_records_is_a_turn() -> None:
     model = tiny_model("llama")
-    press, ids, found = kvpress.get_press("knorm:0.5"), tokens(1, 60), []
+    press, ids, runs = kvpress.get_press("knorm:0.5"), tokens(1, 60), []
     embeds = model.get_input_embeddings()(ids).detach()
     for recording in (False, True):
         with press(model) as session:
@@ -323,9 +325,9 @@ def test_a_turn_of_embeddings_on_a_cache_that_records_is_a_turn() -> None:
                 session.cache.activate_past_recording()
             out = model.generate(inputs_embeds=embeds, past_key_values=session.cache, max_new_tokens=4, do_sample=False)
         session.cache.crop(0)
-        found.append((out, state_of(session.cache)))
-    assert torch.equal(found[0][0], found[1][0])
-    assert not differences(found[0][1], found[1][1])
+        runs.append((out, state_of(session.cache)))
+    assert torch.equal(runs[0][0], runs[1][0])
+    assert not differences(runs[0][1], runs[1][1])
 
 
 @pytest.mark.parametrize("name", ["kivi", "decoding h2o", "all"])
@@ -338,9 +340,9 @@ def test_a_copy_of_a_cache_that_records_can_be_taken_back_too(name: str) -> None
         layer.offload()
         layer.prefetch()
     twin = talk.copy()
-    for one in (twin, talk):
-        one.take_back(9)
-        same(one, never)
+    for conversation in (twin, talk):
+        conversation.take_back(9)
+        same(conversation, never)
     then = batch(talk, 4, seed=3)
     expected = never.steps(then)
     assert torch.equal(twin.steps(then), expected)

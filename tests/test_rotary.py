@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys are turned back by the rotary embedding that their tokens were given, whatever it is, and models stay as they are."""
+"""Keys are unrotated by the rotary embedding that rotated them, of any kind, and models are unchanged."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Seeing(LeverageScorePress):
 
 @dataclass
 class SeeingUnwatched(KnormPress):
-    """The same without a wish to watch the rotary embedding."""
+    """The same press without an observer of the rotary embedding."""
 
     def scores(self, view: View) -> Tensor:
         view.unrotated_keys()
@@ -68,7 +68,7 @@ class SeeingUnwatched(KnormPress):
 
 
 def first_keys(model: Any, ids: Tensor, positions: Tensor) -> Tensor:
-    """Keys of the first growing layer as they were before rotation; those of layer 0 depend on the tokens only."""
+    """Return the unrotated keys of the first growing layer; those of layer 0 depend on the tokens only."""
     press = Seeing(0.5)
     with press(model), torch.no_grad():
         model(ids, position_ids=positions, use_cache=True)
@@ -76,14 +76,14 @@ def first_keys(model: Any, ids: Tensor, positions: Tensor) -> Tensor:
 
 
 def scaled(kind: str) -> Any:
-    """A llama whose rotary frequencies depend on the length: 20 tokens are as long as it was made for."""
+    """Return a Llama whose rotary frequencies depend on the length; its original length is 20 tokens."""
     config = tiny.config_of("llama", rope_parameters=SCALED[kind], max_position_embeddings=20)
     torch.manual_seed(0)
     return LlamaForCausalLM(config).eval()
 
 
 @pytest.mark.parametrize("kind", TURNING)
-def test_positions_of_the_caller_are_those_that_keys_are_turned_back_by(kind: str) -> None:
+def test_keys_are_unrotated_by_the_positions_of_the_caller(kind: str) -> None:
     model, ids = tiny_model(kind), tokens(2, 24)
     expected = first_keys(model, ids, torch.arange(24)[None])
     torch.testing.assert_close(first_keys(model, ids, torch.arange(24)[None] + 11), expected, atol=2e-4, rtol=1e-3)
@@ -98,11 +98,11 @@ def test_layers_without_rotary_embedding_are_left_as_they_are(kind: str) -> None
     place = kvpress.hf.facts_of(model).growing[0].cache_index if hasattr(kvpress.hf, "facts_of") else None
     kept = kvpress.kept_positions(session.cache)
     layer = next(
-        n for n, own in enumerate(kept) if own and place in (None, n) and hasattr(session.cache.layers[n], "store")
+        n for n, rows in enumerate(kept) if rows and place in (None, n) and hasattr(session.cache.layers[n], "store")
     )
-    held = session.cache.layers[layer].keys
+    stored = session.cache.layers[layer].keys
     seen = torch.stack([press.seen[0][0, head][at] for head, at in enumerate(kept[layer][0])])
-    torch.testing.assert_close(seen, held[0], atol=1e-6, rtol=0)
+    torch.testing.assert_close(seen, stored[0], atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("kind", SCALED)
@@ -122,15 +122,15 @@ def test_the_model_is_left_as_it_was(kind: str, spec: str) -> None:
 
 @pytest.mark.parametrize("kind", SCALED)
 def test_frequencies_of_another_length(kind: str) -> None:
-    """A prompt longer than the model was made for, and the same tokens as they were before any rotation."""
+    """A prompt longer than the original length of the model gets the same unrotated keys."""
     model, ids = scaled(kind), tokens(1, 30)
     projected = {}
     attention = model.model.layers[0].self_attn
     handle = attention.k_proj.register_forward_hook(lambda module, args, out: projected.update(keys=out))
-    found = first_keys(model, ids, torch.arange(30)[None])
+    keys = first_keys(model, ids, torch.arange(30)[None])
     handle.remove()
     expected = projected["keys"].unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(keys, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("spec", ["key_rerotation(knorm:0.5)", "streaming_llm:0.5,n_sink=2,reindex=true"])
@@ -154,13 +154,13 @@ def test_expected_attention_looks_ahead_from_the_position_of_the_caller() -> Non
             model(ids, position_ids=torch.arange(24)[None] + start, use_cache=True)
         kept.append(kvpress.kept_positions(session.cache))
     for first, second in zip(*kept, strict=True):
-        for row, other in zip(first, second, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(row, other, strict=True))
+        for row, later in zip(first, second, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(row, later, strict=True))
 
 
 @cache
 def grids(kind: str) -> Any:
-    """A model that counts positions in three axes (M-RoPE): time, height and width of images."""
+    """Return a model that counts positions in three axes (M-RoPE): time, height and width of images."""
     config = tiny.config_of(kind)
     text = config.get_text_config()
     text.rope_parameters = {**text.rope_parameters, "mrope_section": [2, 3, 3]}
@@ -171,12 +171,12 @@ def grids(kind: str) -> Any:
 IMAGE = torch.stack([torch.full((16,), 4), 4 + torch.arange(16) // 4, 4 + torch.arange(16) % 4])
 TEXT = torch.arange(4).expand(3, -1)
 AXES = torch.cat([TEXT, IMAGE, TEXT + 8], dim=1)[:, None].expand(3, 2, -1)
-"""Positions `[3, 2, 24]` of 4 tokens of text, an image of 4 x 4 and 4 more tokens."""
+"""Positions `[3, 2, 24]` of 4 tokens of text, an image of 4 x 4 tokens and 4 more tokens of text."""
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl"])
 def test_positions_in_three_axes(kind: str) -> None:
-    """They are no columns, and nothing but what tokens were given says how their keys were turned."""
+    """Positions in three axes differ from columns; only the positions of the call determine the rotation."""
     model, ids, more = grids(kind), tokens(2, 24), tokens(2, 1, seed=3)
     plain = torch.arange(24).expand(3, 2, -1)
     expected = first_keys(model, ids, plain)
@@ -185,13 +185,13 @@ def test_positions_in_three_axes(kind: str) -> None:
         model(ids, position_ids=AXES, use_cache=True)
     for spec in ("key_rerotation(snapkv:0.5,window_size=4)", "expected_attention:0.5,n_future_positions=16"):
         logits = []
-        for positions in (AXES, AXES + 13, torch.cat([plain[:1], AXES])):  # a first of four rows counts tokens
+        for positions in (AXES, AXES + 13, torch.cat([plain[:1], AXES])):  # the first of four axes counts tokens
             with kvpress.get_press(spec)(model), torch.no_grad():
                 read = model(ids, position_ids=positions, use_cache=True).past_key_values
                 at = positions[-3:, :, -1:] + 1
                 logits.append(model(more, position_ids=at, past_key_values=read).logits)
-        for other in logits[1:]:
-            torch.testing.assert_close(other, logits[0], atol=1e-4, rtol=1e-3)
+        for shifted in logits[1:]:
+            torch.testing.assert_close(shifted, logits[0], atol=1e-4, rtol=1e-3)
 
 
 def test_unknown_rotations_are_refused() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A row of a batch is stored and read as that row alone: its neighbours change neither what is encoded nor what is chosen."""
+"""A row of a batch is stored and read as that row alone: other rows change neither its codes nor its choices."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def press_of(spec: str) -> Any:
 
 
 class Talk:
-    """Two turns of one row or more; `rows` are their numbers in the whole batch, which say what is read."""
+    """Two turns of one row or more; `rows` are their numbers in the whole batch, which seed their tokens."""
 
     def __init__(self, press: Any, ids: Tensor, mask: Tensor | None, rows: list[int], chunk: int = 0) -> None:
         self.model, self.rows, self.mask = tiny_model("llama"), rows, mask
@@ -92,17 +92,17 @@ class Talk:
     def read(self, ids: Tensor, seen: int | None = None) -> None:
         mask = None if self.mask is None else self.mask[:, :seen]
         at = position_ids(mask, ids.shape[1])
-        found = self.model(ids, attention_mask=mask, past_key_values=self.cache, position_ids=at).logits
-        self.logits.append(found[:, -1])
+        logits = self.model(ids, attention_mask=mask, past_key_values=self.cache, position_ids=at).logits
+        self.logits.append(logits[:, -1])
 
     def encoded(self, row: int) -> list[list[int]]:
-        """Encoded pairs of every head of a row, layer by layer."""
-        found = []
+        """Return the number of encoded pairs of every head of a row, layer by layer."""
+        lengths = []
         for layer in self.cache.layers:
             store = layer.store
             heads = range(row * store.heads, (row + 1) * store.heads)
-            found.append([sum(segment.layout.lengths[n] for segment in store.segments) for n in heads])
-        return found
+            lengths.append([sum(segment.layout.lengths[n] for segment in store.segments) for n in heads])
+        return lengths
 
     def positions(self, row: int) -> list[list[list[int]]]:
         pads = 0 if self.mask is None else int((~self.mask[row].bool()).sum())
@@ -111,7 +111,7 @@ class Talk:
 
 
 def assert_alone(press: Any, lengths: tuple[int, ...], chunk: int = 0) -> None:
-    """Rows hold, encode and say what they do alone; where logits differ by more than 1e-4, noise must explain it."""
+    """Check that each row stores, encodes and predicts as alone; noise must explain logits that differ by over 1e-4."""
     ids, mask = padded_batch(list(lengths))
     together = Talk(press, ids, mask, list(range(len(lengths))), chunk)
     for row, length in enumerate(lengths):
@@ -126,11 +126,11 @@ def assert_alone(press: Any, lengths: tuple[int, ...], chunk: int = 0) -> None:
         alone = run()
         assert together.encoded(row) == alone.encoded(0)
         assert together.positions(row) == alone.positions(0)
-        found, expected = (
+        batched, expected = (
             torch.stack([part[row] for part in together.logits[1 - len(alone.logits) :]]),
             alone.logits[1:],
         )
-        same(found, torch.cat(expected), lambda seed: noisy(seed)[1:], f"row {row}", free=1e-4)
+        same(batched, torch.cat(expected), lambda seed: noisy(seed)[1:], f"row {row}", free=1e-4)
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several processes read one prompt: what is kept is what one process keeps, and whoever fails takes nobody along for long."""
+"""Several processes read one prompt: they keep the pairs that one process keeps, and all end soon after a failure."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ CASES = [
 ]
 
 
-def together(work: Callable[..., Any], folder: Path, processes: int, *given: Any) -> list[Any]:
-    """Run `work(rank, report, *given)` in processes of one group; returns what each reported, or None where it died."""
+def together(work: Callable[..., Any], folder: Path, processes: int, *arguments: Any) -> list[Any]:
+    """Run `work(rank, report, *arguments)` in processes of one group; return the reports of each, None if it died."""
     fork = multiprocessing.get_context("fork")
     queue = fork.Queue()
 
@@ -51,7 +51,7 @@ def together(work: Callable[..., Any], folder: Path, processes: int, *given: Any
         torch.set_num_threads(1)
         dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=processes)
         with torch.no_grad():
-            work(rank, lambda found: queue.put((rank, found)), *given)
+            work(rank, lambda reports: queue.put((rank, reports)), *arguments)
         queue.close()
         queue.join_thread()
         os._exit(0)
@@ -59,26 +59,26 @@ def together(work: Callable[..., Any], folder: Path, processes: int, *given: Any
     running = [fork.Process(target=run, args=(rank,)) for rank in range(processes)]
     for process in running:
         process.start()
-    found, end = {}, time.monotonic() + 120
+    reports, end = {}, time.monotonic() + 120
     while time.monotonic() < end and any(process.is_alive() for process in running):
         while not queue.empty():
-            rank, said = queue.get()
-            found.setdefault(rank, []).append(said)
+            rank, message = queue.get()
+            reports.setdefault(rank, []).append(message)
         time.sleep(0.02)
     while not queue.empty():
-        rank, said = queue.get()
-        found.setdefault(rank, []).append(said)
+        rank, message = queue.get()
+        reports.setdefault(rank, []).append(message)
     for process in running:
         process.kill()
         process.join()
-    return [found.get(rank) for rank in range(processes)]
+    return [reports.get(rank) for rank in range(processes)]
 
 
 def ask(model: Any, ids: Tensor, mask: Tensor, cache: Any) -> Tensor:
     mask = grow(mask, ids.shape[1])
     at = position_ids(mask, ids.shape[1])
-    found: Tensor = model(ids, attention_mask=mask, position_ids=at, past_key_values=cache).logits
-    return found
+    logits: Tensor = model(ids, attention_mask=mask, position_ids=at, past_key_values=cache).logits
+    return logits
 
 
 def read_all(rank: int, report: Callable[[Any], None], parts: Any) -> None:
@@ -88,16 +88,16 @@ def read_all(rank: int, report: Callable[[Any], None], parts: Any) -> None:
         if cache is None:
             continue
         with kvpress.reading(model, kvpress.get_press(spec)):
-            said = ask(model, ids[:, :3], mask, cache)
-        report((family, spec, rank, positions(cache), said.tolist()))
+            logits = ask(model, ids[:, :3], mask, cache)
+        report((family, spec, rank, positions(cache), logits.tolist()))
 
 
 @pytest.mark.parametrize(("processes", "parts"), [(2, None), (3, (50, 13, 34))])
-def test_what_is_kept_is_what_one_process_keeps(processes: int, parts: Any, tmp_path: Path) -> None:
+def test_the_kept_pairs_are_those_of_one_process(processes: int, parts: Any, tmp_path: Path) -> None:
     *others, last = together(read_all, tmp_path, processes, parts)
     assert others == [None] * (processes - 1)
     assert len(last) == len(CASES)
-    for family, spec, rank, places, said in last:
+    for family, spec, rank, places, logits in last:
         assert rank == processes - 1
         model, press = tiny_model(family), kvpress.get_press(spec)
         ids, mask = padded_batch([97, 70])
@@ -106,7 +106,7 @@ def test_what_is_kept_is_what_one_process_keeps(processes: int, parts: Any, tmp_
             model(ids, attention_mask=mask, position_ids=position_ids(mask, 97), past_key_values=cache)
         with kvpress.reading(model, press):
             expected = ask(model, ids[:, :3], mask, cache)
-        torch.testing.assert_close(torch.tensor(said), expected, atol=2e-3, rtol=2e-3, msg=f"{family} {spec}")
+        torch.testing.assert_close(torch.tensor(logits), expected, atol=2e-3, rtol=2e-3, msg=f"{family} {spec}")
         assert places == positions(cache), (family, spec)
 
 
@@ -127,9 +127,9 @@ def read_by_pattern(rank: int, report: Callable[[Any], None]) -> None:
 
 def test_a_pattern_reads_each_part_as_a_chunk(tmp_path: Path) -> None:
     _, last = together(read_by_pattern, tmp_path, 2)
-    assert [said[0] for said in last] == list(PATTERNS)
+    assert [logits[0] for logits in last] == list(PATTERNS)
     model, (ids, mask) = tiny_model("llama"), padded_batch([97, 70])
-    for spec, places, said in last:
+    for spec, places, logits in last:
         answers = []
         for chunk in (49, None):
             press = kvpress.get_press(spec)
@@ -143,18 +143,18 @@ def test_a_pattern_reads_each_part_as_a_chunk(tmp_path: Path) -> None:
                 assert places == positions(cache), spec
             with kvpress.reading(model, press):
                 answers.append(ask(model, ids[:, :3], mask, cache))
-        torch.testing.assert_close(torch.tensor(said), answers[0], atol=2e-3, rtol=2e-3, msg=spec)
+        torch.testing.assert_close(torch.tensor(logits), answers[0], atol=2e-3, rtol=2e-3, msg=spec)
         assert not torch.allclose(answers[0], answers[1], atol=1e-3), "chunks make no difference, so nothing was tested"
 
 
 def fail(rank: int, report: Callable[[Any], None], how: str, who: int, slow: int | None) -> None:
     model = tiny_model("llama")
     if rank == slow:
-        model.model.layers[1].mlp.register_forward_hook(lambda *given: time.sleep(0.5))
+        model.model.layers[1].mlp.register_forward_hook(lambda *arguments: time.sleep(0.5))
     if rank == who:
 
-        def stop(*given: Any) -> None:
-            del given
+        def stop(*arguments: Any) -> None:
+            del arguments
             if how == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise MemoryError("no room")
@@ -180,12 +180,12 @@ def fail(rank: int, report: Callable[[Any], None], how: str, who: int, slow: int
     ],
 )
 def test_a_lost_process_is_an_error_on_all_others_soon(how: str, who: int, slow: int | None, tmp_path: Path) -> None:
-    found = together(fail, tmp_path, 3, how, who, slow)
-    for rank, said in enumerate(found):
+    reports = together(fail, tmp_path, 3, how, who, slow)
+    for rank, report in enumerate(reports):
         if how == "dies" and rank == who:
-            assert said is None
+            assert report is None
             continue
-        ((kind, message, seconds),) = said
+        ((kind, message, seconds),) = report
         assert seconds < 20
         assert kind in ("ConnectionError", "MemoryError", "RuntimeError"), (rank, kind, message)
         if how == "raises":
@@ -199,9 +199,9 @@ def refuse(rank: int, report: Callable[[Any], None]) -> None:
         ("llama", ids, {"parts": (3, 3)}), ("llama", ids, {"parts": (10, 0)}), ("llama", ids[:, :1], {}),
         ("llama", ids[:, :0], {}), ("gemma3_text", ids, {}),
     ]  # fmt: skip
-    for family, given, settings in tries:
+    for family, inputs, settings in tries:
         try:
-            kvpress.parallel_prefill(tiny_model(family), "none", given, **settings)
+            kvpress.parallel_prefill(tiny_model(family), "none", inputs, **settings)
         except (ValueError, NotImplementedError) as error:
             report(str(error))
 
@@ -209,9 +209,9 @@ def refuse(rank: int, report: Callable[[Any], None]) -> None:
 def test_bad_input_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"call torch\.distributed\.init_process_group"):
         kvpress.parallel_prefill(tiny_model("llama"), "none", torch.ones(1, 9, dtype=torch.int64))
-    for said in together(refuse, tmp_path, 2):
+    for report in together(refuse, tmp_path, 2):
         for message, expected in zip(
-            said,
+            report,
             (
                 "add up to the 10 tokens",
                 "at least 1",

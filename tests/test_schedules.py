@@ -67,12 +67,12 @@ def test_a_turn_counts_as_one_step_of_decoding(base: str, reading: bool) -> None
     press = kvpress.get_press(f"decoding({base}):compression_interval=4,target_size=6")
     if reading:
         model(tokens(1, 20), past_key_values=cache)
-    held = []
+    counts = []
     with kvpress.reading(model, press) if reading else press(model):
         for length in [20, 3, 1, 1, 1, 1][reading:]:
             model(tokens(1, length, seed=length), past_key_values=cache)
-            held.append(sum(cache.layers[0].store.stored()) / 2)
-    assert held[-5:] == [23, 24, 25, 6, 7]
+            counts.append(sum(cache.layers[0].store.stored()) / 2)
+    assert counts[-5:] == [23, 24, 25, 6, 7]
 
 
 @pytest.mark.parametrize("length", [5, 6, 9])
@@ -114,8 +114,8 @@ def test_a_padded_row_decodes_on_schedule_as_if_it_were_alone(spec: str) -> None
         assert torch.equal(together[row, -16:], alone[0, -16:])
 
 
-def test_what_decides_to_keep_everything_delays_no_schedule() -> None:
-    """Turns after which a lazy-layer press finds no lazy layer, beside a cut every three tokens."""
+def test_a_press_that_keeps_everything_delays_no_schedule() -> None:
+    """Turns in which a lazy-layer press finds no lazy layer, beside an eviction every three tokens."""
     model, counts = tiny_model("llama"), []
     for spec in ("", "simlayerkv:n_recent=12,n_initial=2 + "):
         press = kvpress.get_press(f"{spec}decoding(keydiff):compression_interval=3,target_size=14")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators are handed the same rows of a sealed segment for every token, until something of the segment changes."""
+"""Operators get the same rows of a sealed segment for every token, until the segment changes."""
 
 from __future__ import annotations
 
@@ -30,124 +30,125 @@ KEPT = [
     "coded and rotated",
     "in a file",
 ]
-"""Formats whose operands hold nothing but what the segment holds anyway."""
+"""Formats whose operands refer only to tensors of the segment."""
 
 
-def attend(held: Segment, queries: Tensor) -> Partial:
-    return held.attend(queries, Logits(0.2))
+def attend(stored: Segment, queries: Tensor) -> Partial:
+    return stored.attend(queries, Logits(0.2))
 
 
-def plain(monkeypatch: pytest.MonkeyPatch, held: Segment, queries: Tensor) -> Partial:
-    """What torch makes of the decoded pairs."""
+def plain(monkeypatch: pytest.MonkeyPatch, stored: Segment, queries: Tensor) -> Partial:
+    """Return the attention of torch to the decoded pairs."""
     with monkeypatch.context() as patch:
         patch.setenv("KVPRESS_CPU_KERNELS", "0")
-        return attend(held, queries)
+        return attend(stored, queries)
 
 
-def same(found: Partial, expected: Partial) -> None:
-    for a, b in zip(found, expected, strict=True):
+def same(actual: Partial, expected: Partial) -> None:
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, atol=5e-3, rtol=5e-3)
 
 
 @pytest.mark.parametrize("name", KEPT)
 def test_rows_are_one_object_for_all_tokens_and_of_a_copy_too(name: str) -> None:
-    held = segment(name)
-    rows = held.as_rows()
+    stored = segment(name)
+    rows = stored.as_rows()
     assert rows is not None
-    assert held.as_rows() is rows
-    assert copy.deepcopy(held).attend(torch.randn(4, 2, DIM), Logits(0.2))[0].isfinite().all()
-    assert held.as_rows() is rows
+    assert stored.as_rows() is rows
+    assert copy.deepcopy(stored).attend(torch.randn(4, 2, DIM), Logits(0.2))[0].isfinite().all()
+    assert stored.as_rows() is rows
 
 
 @every_codec
 def test_rows_that_are_kept_keep_nothing_else_alive(name: str) -> None:
-    one, other = segment(name), segment(name, seed=1)
+    first, second = segment(name), segment(name, seed=1)
     kept = []
-    for held in (one, other):
-        attend(held, torch.randn(4, 2, DIM))
+    for stored in (first, second):
+        attend(stored, torch.randn(4, 2, DIM))
         rows = [
-            (vars(part)["_read_as"] or (None, {}))[1].get("operand") for part in (held, *getattr(held, "parts", ()))
+            (vars(part)["_read_as"] or (None, {}))[1].get("operand") for part in (stored, *getattr(stored, "parts", ()))
         ]
         kept.append({place(tensor) for tensor in tensors_in(rows)})
-    own = {place(tensor) for tensors in one.tensors().values() for tensor in tensors}
-    assert kept[0] - own <= kept[1]  # constants, such as a rotation, which all segments have in common
+    shown = {place(tensor) for tensors in first.tensors().values() for tensor in tensors}
+    assert kept[0] - shown <= kept[1]  # constants that all segments share, such as a rotation
 
 
 def place(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def test_what_an_operand_alone_holds_is_freed_behind_the_call() -> None:
-    held = segment("corrected")
-    rows = held.as_rows()
+def test_tensors_of_an_operand_alone_are_freed_after_the_call() -> None:
+    stored = segment("corrected")
+    rows = stored.as_rows()
     assert rows is not None
-    assert held.as_rows() is not rows  # its indexes are held in short form, and spread for each call
-    assert vars(held)["_read_as"][1]["operand"] is None
+    assert stored.as_rows() is not rows  # it stores short indexes, which are expanded for each call
+    assert vars(stored)["_read_as"][1]["operand"] is None
 
 
 @every_codec
 def test_new_weights_of_pairs_are_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    held, queries = segment(name), torch.randn(4, 3, DIM)
-    before = attend(held, queries)
-    weighted = copy.deepcopy(held)
-    weighted.log_weight = torch.linspace(-3, 3, held.layout.total)
+    stored, queries = segment(name), torch.randn(4, 3, DIM)
+    before = attend(stored, queries)
+    weighted = copy.deepcopy(stored)
+    weighted.log_weight = torch.linspace(-3, 3, stored.layout.total)
     after = attend(weighted, queries)
     assert (after[0] - before[0]).abs().max() > 0.05
     same(after, plain(monkeypatch, weighted, queries))
-    assert all(map(torch.equal, attend(held, queries), before))  # the copy it was made from reads its own
+    assert all(map(torch.equal, attend(stored, queries), before))  # the original of the copy reads its own weights
 
 
 @every_codec
 def test_pairs_that_are_taken_joined_and_moved_are_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    held, queries = segment(name), torch.randn(4, 3, DIM)
-    attend(held, queries)
-    some = held.take(torch.arange(0, 60, 3), Layout([7, 0, 4, 9]))
+    stored, queries = segment(name), torch.randn(4, 3, DIM)
+    attend(stored, queries)
+    some = stored.take(torch.arange(0, 60, 3), Layout([7, 0, 4, 9]))
     same(attend(some, queries), plain(monkeypatch, some, queries))
-    same(attend(held, queries), plain(monkeypatch, held, queries))
-    held.to("cpu")
-    same(attend(held, queries), plain(monkeypatch, held, queries))
+    same(attend(stored, queries), plain(monkeypatch, stored, queries))
+    stored.to("cpu")
+    same(attend(stored, queries), plain(monkeypatch, stored, queries))
 
 
 @every_codec
-def test_parts_of_a_format_say_what_it_attends_to(name: str) -> None:
-    held, queries = segment(name), torch.randn(4, 3, DIM)
-    parts = held.as_parts(queries, Logits(0.2))
+def test_parts_of_a_format_give_its_attention(name: str) -> None:
+    stored, queries = segment(name), torch.randn(4, 3, DIM)
+    parts = stored.as_parts(queries, Logits(0.2))
     assert parts is not None
-    same(kernels.decode_parts(queries, parts, kernels.Options(0.2)), attend(held, queries))
+    same(kernels.decode_parts(queries, parts, kernels.Options(0.2)), attend(stored, queries))
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_parts_are_told_to_kernels_once(name: str) -> None:
-    held, queries = segment(name), torch.randn(4, 3, DIM)
-    (first,), (second,) = (held.as_parts(queries, Logits(0.2)) or [] for _ in range(2))
+def test_parts_are_passed_to_kernels_once(name: str) -> None:
+    stored, queries = segment(name), torch.randn(4, 3, DIM)
+    (first,), (second,) = (stored.as_parts(queries, Logits(0.2)) or [] for _ in range(2))
     assert first is second
-    held.log_weight = torch.zeros(held.layout.total)
-    (other,) = held.as_parts(queries, Logits(0.2)) or []
-    assert other is not first
-    assert other.rows.log_weight is not None
+    stored.log_weight = torch.zeros(stored.layout.total)
+    (renewed,) = stored.as_parts(queries, Logits(0.2)) or []
+    assert renewed is not first
+    assert renewed.rows.log_weight is not None
 
 
 def test_short_weights_are_not_kept_in_float32() -> None:
-    held, queries = segment("uniform"), torch.randn(4, 3, DIM)
-    held.log_weight = torch.zeros(held.layout.total, dtype=torch.float16)
-    (first,), (second,) = (held.as_parts(queries, Logits(0.2)) or [] for _ in range(2))
+    stored, queries = segment("uniform"), torch.randn(4, 3, DIM)
+    stored.log_weight = torch.zeros(stored.layout.total, dtype=torch.float16)
+    (first,), (second,) = (stored.as_parts(queries, Logits(0.2)) or [] for _ in range(2))
     assert first is not second
-    assert vars(held)["_read_as"][1] == {"operand": None}
+    assert vars(stored)["_read_as"][1] == {}
 
 
 @pytest.mark.parametrize("name", ["uniform", "corrected", "centred"])
 def test_an_operand_is_made_once_for_a_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    held, queries, made = segment(name), torch.randn(4, 3, DIM), []
-    attend(held, queries)
-    original = type(held).operand
-    monkeypatch.setattr(type(held), "operand", lambda self: made.append(1) or original(self))
-    assert held.as_parts(queries, Logits(0.2)) is not None
-    assert len(made) == (0 if name == "uniform" else 1)
-    attend(held, queries)
-    assert len(made) == (0 if name == "uniform" else 2)
+    stored, queries, built = segment(name), torch.randn(4, 3, DIM), []
+    attend(stored, queries)
+    original = type(stored).operand
+    monkeypatch.setattr(type(stored), "operand", lambda self: built.append(1) or original(self))
+    assert stored.as_parts(queries, Logits(0.2)) is not None
+    calls = 1 if stored.computes_operands else 0
+    assert len(built) == calls
+    attend(stored, queries)
+    assert len(built) == 2 * calls
 
 
-def test_a_window_keeps_no_copy_of_what_a_prefill_hands_over() -> None:
+def test_a_window_keeps_no_copy_of_the_tensors_of_a_prefill() -> None:
     keys, values = (torch.randn(2, 9, 2, DIM).transpose(1, 2) for _ in range(2))  # as projections lay them out
     window, queries = Window.empty_like(keys, values), torch.randn(4, 3, DIM)
     window.append(keys.contiguous().transpose(1, 2).contiguous().transpose(1, 2), values)
@@ -156,8 +157,8 @@ def test_a_window_keeps_no_copy_of_what_a_prefill_hands_over() -> None:
         assert part is not None
         assert (part is again) == (tokens > 0)
         assert window.cursor is not None
-        held = {place(tensor) for tensor in (window.keys, window.values, *window.cursor.tensors())}
-        assert {place(tensor) for tensor in tensors_in(window.cursor.part)} <= held
+        storages = {place(tensor) for tensor in (window.keys, window.values, *window.cursor.tensors())}
+        assert {place(tensor) for tensor in tensors_in(window.cursor.part)} <= storages
         window.append(*(torch.randn(2, 2, 1, DIM) for _ in range(2)))
 
 
@@ -171,7 +172,7 @@ def test_a_copy_of_a_window_reads_its_own_block() -> None:
     assert not torch.equal(kernels.decode_parts(queries, [window.part([0, 0])], options)[0], before[0])
 
 
-def test_a_format_with_an_attention_of_its_own_is_asked_alone() -> None:
+def test_a_format_with_its_own_attention_has_no_parts() -> None:
     class Twice(DenseSegment):
         def attend(self, queries: Tensor, logits: Logits, hidden: Tensor | None = None) -> Partial:
             out, lse = super().attend(queries, logits, hidden)
@@ -179,18 +180,18 @@ def test_a_format_with_an_attention_of_its_own_is_asked_alone() -> None:
 
     plain = segment("dense")
     assert isinstance(plain, DenseSegment)
-    held, queries = Twice(plain.keys, plain.values, plain.layout), torch.randn(4, 3, DIM)
-    assert held.as_parts(queries, Logits(0.2)) is None
-    assert torch.equal(held.attend(queries, Logits(0.2))[0], 2 * plain.attend(queries, Logits(0.2))[0])
+    stored, queries = Twice(plain.keys, plain.values, plain.layout), torch.randn(4, 3, DIM)
+    assert stored.as_parts(queries, Logits(0.2)) is None
+    assert torch.equal(stored.attend(queries, Logits(0.2))[0], 2 * plain.attend(queries, Logits(0.2))[0])
 
 
 def test_tables_that_have_grown_are_read() -> None:
-    held = segment("coded and rotated")
-    assert isinstance(held, CodedSegment)
-    assert held.rotation is not None
-    old, angles = held.as_rows(), held.rotation.angles
+    stored = segment("coded and rotated")
+    assert isinstance(stored, CodedSegment)
+    assert stored.rotation is not None
+    old, angles = stored.as_rows(), stored.rotation.angles
     angles.grow(64 * len(angles.coarse) + 500, embedding(), torch.device("cpu"), "a test")
-    new = held.as_rows()
+    new = stored.as_rows()
     assert new is not old
     assert new is not None
     assert new.keys.rotary.coarse is angles.coarse  # type: ignore[union-attr]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One cache and several threads: passes are refused, looks wait."""
+"""One cache and several threads: passes are refused, readers of figures wait."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def test_a_compressed_cache_is_read_by_a_thread_without_a_block() -> None:
             model(prompt(0), past_key_values=caches[-1])
     with press(model):
         expected = model(tokens(1, 1), past_key_values=caches[0]).logits
-        found = in_threads(lambda _: model(tokens(1, 1), past_key_values=caches[1]).logits, 1)
-    assert torch.equal(found[0], expected)
+        logits = in_threads(lambda _: model(tokens(1, 1), past_key_values=caches[1]).logits, 1)
+    assert torch.equal(logits[0], expected)
 
 
 LOOKS = {
@@ -71,8 +71,8 @@ LOOKS = {
 
 
 @pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
-def test_who_looks_at_a_cache_waits_for_the_pass_of_another_thread(look: Callable[[Any], Any]) -> None:
-    """What is seen is what the pass leaves, not what its first layer has and its second one has not."""
+def test_readers_of_a_cache_wait_for_the_pass_of_another_thread(look: Callable[[Any], Any]) -> None:
+    """Readers see the state after the pass, not a state between two layers."""
     model, press = small_model(), kvpress.get_press(SPECS["knorm"])
     inside, done, cache = threading.Event(), threading.Event(), DynamicCache(config=model.config)
 
@@ -115,24 +115,24 @@ def test_looking_all_the_time_changes_nothing() -> None:
         cache = model(prompt(0), use_cache=True).past_key_values
         expected = steps(copy.deepcopy(cache))
         watching = pool.submit(watch, cache)
-        found = steps(cache)
+        outputs = steps(cache)
         stop.set()
         assert watching.result() == sorted(watching.result())
-    assert torch.equal(found, expected)
+    assert torch.equal(outputs, expected)
 
 
-def test_a_pass_that_waits_for_who_waits_for_it_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deadlock_of_pass_and_reader_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "PATIENCE", 0.05)
     model, press, cache = small_model(), kvpress.get_press(SPECS["knorm"]), DynamicCache()
     with press(model), ThreadPoolExecutor(1) as pool:
-        asked = []
+        errors = []
 
         def ask(*_: Any) -> None:
-            kvpress.memory_report(cache)  # the thread of the pass may look on
-            asked.append(pool.submit(kvpress.memory_report, cache).exception())
+            kvpress.memory_report(cache)  # the thread of the pass may read figures meanwhile
+            errors.append(pool.submit(kvpress.memory_report, cache).exception())
 
         handle = model.model.layers[0].mlp.register_forward_hook(ask)
         model(prompt(0), past_key_values=cache)
         handle.remove()
     with pytest.raises(RuntimeError, match="in a forward pass of another thread for 0 seconds"):
-        raise asked[0]
+        raise errors[0]

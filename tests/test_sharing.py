@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One reading of a prompt gives every press what it would have made of the prompt alone."""
+"""One reading of a prompt gives every press the cache that it would have made alone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FEW = ["none", "snapkv:0.5,window_size=4", "adakv(snapkv:0.5,window_size=4)", ST
 
 
 def alone(model: Any, press: Any, ids: Tensor, mask: Tensor) -> tuple[Tensor, Any]:
-    """The prompt read under one press, by an ordinary forward pass."""
+    """Return the cache of a prompt read under one press, by an ordinary forward pass."""
     cache = new_cache(model)
     with torch.no_grad(), press(model):
         at = position_ids(mask)
@@ -45,7 +45,7 @@ def alone(model: Any, press: Any, ids: Tensor, mask: Tensor) -> tuple[Tensor, An
 
 
 def decode(model: Any, press: Any, cache: Any, mask: Tensor, steps: int) -> Tensor:
-    """Logits of tokens that follow a prompt, read through its cache."""
+    """Return logits of tokens that follow a prompt, read through its cache."""
     logits = []
     with torch.no_grad(), kvpress.reading(model, press):
         for step in range(steps):
@@ -63,13 +63,13 @@ def check(model: Any, specs: list[str], ids: Tensor, mask: Tensor, steps: int = 
     shared = kvpress.prefill(model, presses, ids, mask)
     for spec, press, cache in zip(specs, presses, shared.caches, strict=True):
         torch.manual_seed(0)
-        logits, own = alone(model, press, ids, mask)
+        logits, reference = alone(model, press, ids, mask)
         assert torch.equal(shared.logits, logits), spec
         assert cache.get_seq_length() == ids.shape[1]
-        assert positions(cache) == positions(own), spec
-        assert kvpress.memory_report(cache).total_bytes == kvpress.memory_report(own).total_bytes, spec
+        assert positions(cache) == positions(reference), spec
+        assert kvpress.memory_report(cache).total_bytes == kvpress.memory_report(reference).total_bytes, spec
         torch.manual_seed(1)
-        expected = decode(model, press, own, mask, steps)
+        expected = decode(model, press, reference, mask, steps)
         torch.manual_seed(1)
         assert torch.equal(decode(model, press, cache, mask, steps), expected), spec
 
@@ -130,8 +130,8 @@ def test_time_is_split_between_reading_and_presses() -> None:
     assert all(seconds > 0 for seconds in read.press_seconds)
 
 
-def test_what_a_press_does_once_all_layers_are_read_is_its_own_time() -> None:
-    """Not that of the reading, and not nobody's."""
+def test_time_after_the_last_layer_counts_for_its_press() -> None:
+    """Time in an allocator of the whole cache counts for its press."""
     model, (ids, mask) = tiny_model("llama"), padded_batch([64])
 
     @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A second signal never changes the exit code, whatever it interrupts."""
+"""A second signal never changes the exit code, at any moment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INT, TERM = "signal.raise_signal(signal.SIGINT)", "signal.raise_signal(signal.SI
 
 
 def ends_with(body: str, after: str = "") -> int:
-    """Return the status of a process that runs `body` as a command, and `after` as its interpreter exits."""
+    """Return the exit status of a process that runs `body` as a command, and `after` as its interpreter exits."""
     script = [
         "import atexit, signal, sys, threading, time",
         "from kvpress.signals import run_command",

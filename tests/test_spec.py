@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A press, its spec and its plain data say the same, and mistakes are answered with what was meant."""
+"""A press, its spec and its plain data are equivalent, and errors suggest the intended name."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_data_round_trip_through_yaml(press: kvpress.BasePress) -> None:
     assert yaml.safe_dump(kvpress.press_to_dict(again)) == text
 
 
-def test_data_holds_only_what_differs_from_the_defaults() -> None:
+def test_data_holds_only_settings_that_differ_from_the_defaults() -> None:
     assert kvpress.press_to_dict(SnapKVPress(0.5)) == {"name": "snapkv", "compression_ratio": 0.5}
     assert kvpress.press_to_dict(KIVIPress()) == {"name": "kivi"}
     assert kvpress.to_spec(KIVIPress()) == "kivi"
@@ -275,9 +275,9 @@ def test_sums_are_flat() -> None:
 
 def test_composing_leaves_the_parts_alone() -> None:
     first = KnormPress(0.5) + KIVIPress(4)
-    both = first + QuestPress(64)
+    composed = first + QuestPress(64)
     assert len(first.presses) == 2
-    assert len(both.presses) == 3
+    assert len(composed.presses) == 3
 
 
 def test_roles_of_a_sum() -> None:
@@ -344,9 +344,9 @@ def test_specs_are_accepted_wherever_a_press_is(tmp_path: Path) -> None:
 
 
 def test_entries_are_complete() -> None:
-    found = kvpress.list_presses()
-    assert len({entry.name for entry in found}) == len(found)
-    for entry in found:
+    listed = kvpress.list_presses()
+    assert len({entry.name for entry in listed}) == len(listed)
+    for entry in listed:
         assert isinstance(entry, Entry)
         assert entry.summary.endswith((".", ":")) or entry.summary
         assert "Differs from the paper:" in (entry.press.__doc__ or ""), entry.name

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A press leaves nothing behind on models and presses, and everything that a request needs lives in its cache."""
+"""A press leaves nothing behind on models and presses; all state of a request is in its cache."""
 
 from __future__ import annotations
 
@@ -116,8 +116,8 @@ def test_a_normal_block_restores_everything() -> None:
 
 def test_a_subclass_of_generate_set_by_the_user_survives() -> None:
     model = tiny_model("llama", seed=3)
-    own = model.generate
-    model.generate = lambda *args, **kwargs: own(*args, **kwargs)
+    original = model.generate
+    model.generate = lambda *args, **kwargs: original(*args, **kwargs)
     mine = model.generate
     try:
         with kvpress.KnormPress(0.5)(model):
@@ -197,15 +197,15 @@ def test_two_caches_on_one_model_interleaved(spec: str) -> None:
     "spec", [*EVICTING, CODEC, STORAGES["quest"], STORAGES["composed"], "decoding(knorm):target_size=9"]
 )
 def test_a_press_keeps_no_state(spec: str) -> None:
-    model, press, fresh = tiny_model("llama"), kvpress.get_press(spec), kvpress.get_press(spec)
+    model, press, unused = tiny_model("llama"), kvpress.get_press(spec), kvpress.get_press(spec)
     with press(model):
         generate(model, *padded_batch([30, 11]))
-    assert press == fresh
-    assert set(press.__dict__) - set(fresh.__dict__) <= {"_last_cache"}
+    assert press == unused
+    assert set(press.__dict__) - set(unused.__dict__) <= {"_last_cache"}
     with press(model) as session:
         again = generate(model, tokens(2, 25, seed=2)).sequences
         kept = positions(session.cache)
-    with fresh(model) as session:
+    with unused(model) as session:
         assert torch.equal(generate(model, tokens(2, 25, seed=2)).sequences, again)
         assert positions(session.cache) == kept
 
@@ -219,7 +219,7 @@ def test_last_cache() -> None:
 
 
 WORDS = ("kvzip", "shotkv", "drop_spans")
-"""Presses that ask a tokenizer, which a tiny model has not."""
+"""Presses that need a tokenizer, which a tiny model does not have."""
 
 
 @pytest.mark.filterwarnings("error", "ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
@@ -227,7 +227,7 @@ WORDS = ("kvzip", "shotkv", "drop_spans")
     "spec", [entry.example for entry in kvpress.list_presses() if not entry.needs and entry.name not in WORDS]
 )
 def test_a_model_may_be_called_with_gradients(spec: str) -> None:
-    """All other tests run without gradients, as most users do; who forgets to gets an answer, and no warning."""
+    """Other tests run without gradients, as most users do; a pass with gradients works too, without a warning."""
     model = tiny_model("llama", seed=1, num_hidden_layers=4)
     ids = tokens(1, 262)
     with torch.enable_grad(), kvpress.get_press(spec)(model):

@@ -26,7 +26,7 @@ Pair = tuple[int, Tensor, float]
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """`KVStore` against lists of (slot, key, log weight) per stream; rows may start with padding, which sealing drops."""
+    """`KVStore` beside lists of (slot, key, log-weight) per stream; rows may start with padding; sealing drops it."""
 
     @initialize(
         pads=st.lists(st.integers(0, 4), min_size=2, max_size=2),
@@ -50,7 +50,7 @@ class StoreMachine(RuleBasedStateMachine):
         return torch.arange(self.store.seen) >= torch.tensor(self.pads)[:, None]
 
     def real(self, n: int) -> list[Pair]:
-        """The window of a stream without its padding."""
+        """Return the window of a stream without its padding."""
         first = 0 if self.pads is None else self.pads[n // HEADS]
         return [pair for pair in self.window[n] if pair[0] >= first]
 
@@ -63,7 +63,7 @@ class StoreMachine(RuleBasedStateMachine):
     def append(self, count: int) -> None:
         keys = torch.rand(self.store.batch, HEADS, count, DIM, generator=self.generator)
         at = self.store.seen
-        # The store may keep and reuse the very tensors that it is given.
+        # Pass the store copies: it may keep and reuse its arguments.
         self.store.append(keys.clone(), keys + 1)
         for n, stream in enumerate(self.window):
             stream += [(at + i, keys[n // HEADS, n % HEADS, i], 0.0) for i in range(count)]
@@ -78,7 +78,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.sealed = [
             [p for p, keep in zip(s, k.tolist(), strict=True) if keep] for s, k in zip(stored, kept, strict=True)
         ]
-        # What comes next is written where the window was.
+        # Later tokens overwrite the memory of the window.
         if then:
             self.append(then)
 
@@ -115,8 +115,8 @@ class StoreMachine(RuleBasedStateMachine):
     def weigh(self, seed: int) -> None:
         weights = torch.rand(self.store.batch, HEADS, self.store.window.length, generator=torch.manual_seed(seed)) * 3
         self.store.window.weigh(weights)
-        for stream, given in zip(self.window, weights.flatten(0, 1).tolist(), strict=True):
-            stream[:] = [(at, key, weight) for (at, key, _), weight in zip(stream, given, strict=True)]
+        for stream, added in zip(self.window, weights.flatten(0, 1).tolist(), strict=True):
+            stream[:] = [(at, key, weight) for (at, key, _), weight in zip(stream, added, strict=True)]
 
     @precondition(lambda self: hasattr(self, "store") and self.store.dense is not None)
     @rule(seed=st.integers(0, 99))
@@ -136,15 +136,15 @@ class StoreMachine(RuleBasedStateMachine):
     def weigh_sealed(self, seed: int, every: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         chosen = range(0, len(self.sealed), every)
-        given = {n: torch.rand(len(self.sealed[n]), generator=generator) for n in chosen}
-        self.store.weigh(given)
-        for n, weights in given.items():
+        by_stream = {n: torch.rand(len(self.sealed[n]), generator=generator) for n in chosen}
+        self.store.weigh(by_stream)
+        for n, weights in by_stream.items():
             pairs = zip(self.sealed[n], weights.tolist(), strict=True)
             self.sealed[n][:] = [(at, key, weight) for (at, key, _), weight in pairs]
 
     @rule()
     def copy(self) -> None:
-        # What happens to the copy leaves the original as it was.
+        # Changes of the copy leave the original unchanged.
         self.originals = getattr(self, "originals", [])[-1:]
         self.originals.append((self.store, contents(self.store)))
         self.store = copy.deepcopy(self.store)
@@ -194,7 +194,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("turn", [False, True])
-def test_a_row_begins_to_be_encoded_whatever_its_neighbours_hold(turn: bool) -> None:
+def test_a_row_is_encoded_independently_of_other_rows(turn: bool) -> None:
     """Beside a row whose pairs wait for a tile of 32, a row of 5 and then 12 tokens is encoded but for the newest 8."""
     codec, mask = CentredCodec((8, 8), residual=8), torch.ones(2, 32, dtype=torch.bool)
     mask[1, :15] = False
@@ -208,11 +208,11 @@ def test_a_row_begins_to_be_encoded_whatever_its_neighbours_hold(turn: bool) -> 
 
 
 def contents(store: KVStore) -> list[Tensor]:
-    """Copies of everything that a store holds."""
-    found = [t for s in store.sealed for t in (*s.read(slice(None)), s.slots(), s.log_weight)]
+    """Return copies of everything that a store holds."""
+    sealed = [t for s in store.sealed for t in (*s.read(slice(None)), s.slots(), s.log_weight)]
     window = store.window
     weights = None if window.log_weight is None else window.log_weight[..., : window.length]
-    return [t.clone() for t in (*found, window.filled_keys, window.filled_values, weights) if t is not None]
+    return [t.clone() for t in (*sealed, window.filled_keys, window.filled_values, weights) if t is not None]
 
 
 TestStore = StoreMachine.TestCase
@@ -223,7 +223,7 @@ TestStore.settings = settings(
 
 @pytest.mark.parametrize("count", [6, 16, 64])
 def test_sealed_pairs_stay_when_the_window_is_written_again(count: int) -> None:
-    """All pairs of a full window are kept as they are; the window's memory must not be theirs any more."""
+    """All pairs of a full window are kept, but in memory of their own."""
     keys = torch.rand(1, 1, count, DIM)
     store = KVStore(keys[:, :, :0], keys[:, :, :0])
     store.append(keys.clone(), keys.clone())

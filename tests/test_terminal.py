@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a terminal shows without running anything: names on narrow lines, and the list of presses."""
+"""Output of commands that run no model: names on narrow lines, and the list of presses."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ LONG = "compactor:0.75 + kivi:bits=4,residual_length=32 + quest:budget=128"
 
 def test_the_list_is_the_registry() -> None:
     read = [line for package in PACKAGES for path in _files(package) for line in _read(path)]
-    own = [entry for entry in kvpress.list_presses() if entry.press.__module__.startswith("kvpress.")]
+    shipped = [entry for entry in kvpress.list_presses() if entry.press.__module__.startswith("kvpress.")]
     assert sorted(read, key=lambda line: (ORDER.index(line.role), line.name)) == [
-        Listed(entry.name, entry.role, entry.paper, entry.summary, entry.status) for entry in own
+        Listed(entry.name, entry.role, entry.paper, entry.summary, entry.status) for entry in shipped
     ]
 
 
@@ -51,6 +51,6 @@ def test_numbers_keep_their_room_beside_a_long_name() -> None:
     console = Console(file=io.StringIO(), width=40)
     console.print(table)
     assert isinstance(console.file, io.StringIO)
-    first, *rest = (line.rstrip() for line in console.file.getvalue().splitlines()[1:])
+    first, *remaining = (line.rstrip() for line in console.file.getvalue().splitlines()[1:])
     assert first == "compactor:0.75 + kivi:   1234567890 KiB"
-    assert rest == ["bits=4,", "residual_length=32 +", "quest:budget=128"]
+    assert remaining == ["bits=4,", "residual_length=32 +", "quest:budget=128"]

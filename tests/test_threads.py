@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests beside each other: every thread gets what it would have got alone, or an error that says what to do."""
+"""Requests beside each other: every thread gets the result that it gets alone, or an error with the fix."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_threads_in_one_block(spec: str) -> None:
 
 @every_spec
 def test_a_block_in_every_thread(spec: str) -> None:
-    """Also with presses that are other objects; what block and press say of caches is the thread's own."""
+    """Threads may use press objects of their own; `cache` and `last_cache` are those of the thread."""
     model, press = small_model(), kvpress.get_press(spec)
     before, expected = fingerprint(model), expected_of(model, press)
 
@@ -55,12 +55,12 @@ def test_a_block_in_every_thread(spec: str) -> None:
         right = 0
         for n in range(4):
             number = (thread + n) % len(expected)
-            own = kvpress.get_press(spec) if thread % 2 else press
-            with own(model) as session:
-                found = generate(model, number)
-                right += session.cache is found.past_key_values
-            right += own.last_cache is found.past_key_values
-            right += same((found.sequences, positions(found.past_key_values)), expected[number])
+            thread_press = kvpress.get_press(spec) if thread % 2 else press
+            with thread_press(model) as session:
+                output = generate(model, number)
+                right += session.cache is output.past_key_values
+            right += thread_press.last_cache is output.past_key_values
+            right += same((output.sequences, positions(output.past_key_values)), expected[number])
         return right
 
     assert in_threads(work) == [12] * THREADS
@@ -68,7 +68,7 @@ def test_a_block_in_every_thread(spec: str) -> None:
 
 
 class Numbers:
-    """Stands in for a tokenizer: ids as text."""
+    """Replaces a tokenizer: ids as text."""
 
     def decode(self, ids: list[int], **settings: Any) -> str:
         return "".join(f"{int(i)} " for i in ids)
@@ -104,7 +104,7 @@ def test_streamers(spec: str) -> None:
 
 
 class Paused:
-    """A streamer that stops generation after `after` pushes until `go_on` is set."""
+    """Streamer that waits for `go_on` after `after` pushes."""
 
     def __init__(self, after: int = 3) -> None:
         self.left, self.reached, self.go_on = after, threading.Event(), threading.Event()
@@ -120,12 +120,12 @@ class Paused:
 
 
 def test_leaving_the_block_while_another_thread_generates() -> None:
-    model, press, other = small_model(), kvpress.get_press(SPECS["h2o"]), kvpress.get_press("knorm:0.3")
+    model, press, mild = small_model(), kvpress.get_press(SPECS["h2o"]), kvpress.get_press("knorm:0.3")
     before, plain = fingerprint(model), generate(model, 3)
     settings = {"max_new_tokens": 12}
     with press(model):
         expected = generate(model, 2, **settings)
-    with other(model):
+    with mild(model):
         others = generate(model, 4)
     paused = Paused()
     with ThreadPoolExecutor(1) as pool:
@@ -133,16 +133,16 @@ def test_leaving_the_block_while_another_thread_generates() -> None:
             running = pool.submit(generate, model, 2, streamer=paused, **settings)
             assert paused.reached.wait(60)
         assert "generate" not in model.__dict__
-        # Other requests are those of a plain model, and other presses can have it.
-        found = generate(model, 3)
-        assert torch.equal(found.sequences, plain.sequences)
-        assert type(found.past_key_values.layers[0]) is type(plain.past_key_values.layers[0])
-        with other(model):
+        # Later requests run a plain model, and another press can be installed.
+        output = generate(model, 3)
+        assert torch.equal(output.sequences, plain.sequences)
+        assert type(output.past_key_values.layers[0]) is type(plain.past_key_values.layers[0])
+        with mild(model):
             assert torch.equal(generate(model, 4).sequences, others.sequences)
         paused.go_on.set()
-        found = running.result()
-    assert torch.equal(found.sequences, expected.sequences)
-    assert positions(found.past_key_values) == positions(expected.past_key_values)
+        output = running.result()
+    assert torch.equal(output.sequences, expected.sequences)
+    assert positions(output.past_key_values) == positions(expected.past_key_values)
     assert fingerprint(model) == before
 
 
@@ -156,46 +156,46 @@ def test_generate_is_not_run_without_the_press_that_it_was_taken_under() -> None
 
 def test_passes_after_the_block_was_left_in_another_thread() -> None:
     model, press = small_model(), kvpress.get_press(SPECS["adakv-kivi"])
-    made, left = threading.Event(), threading.Event()
+    ready, closed = threading.Event(), threading.Event()
 
     def work() -> None:
-        found = model(prompt(0), use_cache=True).past_key_values
-        made.set()
-        assert left.wait(60)
+        cache = model(prompt(0), use_cache=True).past_key_values
+        ready.set()
+        assert closed.wait(60)
         with pytest.raises(RuntimeError, match="can only be read inside a press"):
-            model(tokens(1, 1), past_key_values=found)
+            model(tokens(1, 1), past_key_values=cache)
 
     with ThreadPoolExecutor(1) as pool:
         with press(model):
             running = pool.submit(work)
-            assert made.wait(60)
-        left.set()
+            assert ready.wait(60)
+        closed.set()
         running.result()
 
 
 def test_a_block_that_is_left_in_the_middle_of_a_pass() -> None:
     model, press = small_model(), kvpress.get_press(SPECS["adakv-kivi"])
     before, expected = fingerprint(model), expected_of(model, press)
-    inside, left = threading.Event(), threading.Event()
+    inside, closed = threading.Event(), threading.Event()
 
     def wait(*_: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
             inside.set()
-            assert left.wait(60)
+            assert closed.wait(60)
 
     with ThreadPoolExecutor(1) as pool:
         handle = model.model.layers[0].mlp.register_forward_hook(wait)
         with press(model):
             running = pool.submit(results, model, 1)
             assert inside.wait(60)
-        left.set()
+        closed.set()
         assert same(running.result(), expected[1])
         handle.remove()
     assert fingerprint(model) == before
 
 
 def test_a_plain_generate_goes_on_plainly_when_a_block_opens() -> None:
-    """Whatever its passes do next: under a press that evicts, reads prompts in chunks, or not at all any more."""
+    """Its passes go on plainly under a press that evicts, that reads prompts in chunks, and after the session."""
     model = small_model()
     before, plain = fingerprint(model), generate(model, 2, max_new_tokens=12)
     for spec in (SPECS["h2o"], SPECS["adakv-kivi"], "bounded(knorm:0.5):chunk=8"):
@@ -207,9 +207,9 @@ def test_a_plain_generate_goes_on_plainly_when_a_block_opens() -> None:
             with press(model):
                 assert same(results(model, 0), expected[0])
                 paused.go_on.set()
-                found = running.result()
-                # The thread's next request is one inside the block.
+                output = running.result()
+                # The thread's next request is one inside the session.
                 assert same(pool.submit(results, model, 0).result(), expected[0])
-        assert torch.equal(found.sequences, plain.sequences)
-        assert type(found.past_key_values.layers[0]) is type(plain.past_key_values.layers[0])
+        assert torch.equal(output.sequences, plain.sequences)
+        assert type(output.past_key_values.layers[0]) is type(plain.past_key_values.layers[0])
     assert fingerprint(model) == before

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What keeps caches, takes tokens back and finds spans, together: each leaves the others what they need."""
+"""Presses that keep caches, take tokens back and find spans, together: each leaves the others their state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.words import Words, batch_of, ids_of
 OPEN, CLOSE = "<think>", "</think>"
 ROWS = ids_of("<|im_start|>system\n", 6, "<|im_end|>\n", OPEN, 9, CLOSE, 6), ids_of(2, OPEN, 3, CLOSE, 12)
 TURN = torch.cat([ids_of(2, OPEN, 4, CLOSE, 3)] * 2)
-"""A thought that is opened and closed while tokens are generated."""
+"""Open and close a thought while tokens are generated."""
 
 
 def thoughtful(inner: str = "knorm:0.5") -> Any:
@@ -40,7 +40,7 @@ PRESSES = {
 
 
 class Talk:
-    """A padded batch under a press, read token by token."""
+    """Padded batch under a press, read token by token."""
 
     def __init__(self, name: str, family: str = "llama") -> None:
         self.model, self.press = tiny_model(family, "eager"), PRESSES[name]()
@@ -50,15 +50,15 @@ class Talk:
             self.model(ids, attention_mask=self.mask, past_key_values=self.cache, position_ids=position_ids(self.mask))
 
     def follow(self, ids: Tensor) -> Tensor:
-        found = []
+        outputs = []
         for new in ids.split(1, dim=1):
             self.mask = grow(self.mask, 1)
             at = position_ids(self.mask, 1)
             with self.press(self.model):
-                found.append(
+                outputs.append(
                     self.model(new, attention_mask=self.mask, past_key_values=self.cache, position_ids=at).logits
                 )
-        return torch.cat(found, dim=1)
+        return torch.cat(outputs, dim=1)
 
     def copy(self) -> Talk:
         twin = copy.copy(self)
@@ -70,9 +70,9 @@ class Talk:
         self.mask = self.mask[:, :-count]
 
 
-def same(one: Talk, other: Talk) -> None:
-    found = differences(state_of(one.cache), state_of(other.cache))
-    assert not found, found[:5]
+def same(first: Talk, second: Talk) -> None:
+    unequal = differences(state_of(first.cache), state_of(second.cache))
+    assert not unequal, unequal[:5]
 
 
 @pytest.mark.parametrize("name", PRESSES)
@@ -91,7 +91,7 @@ def test_tokens_that_closed_a_span_are_taken_back(name: str, kept: int) -> None:
 
 @pytest.mark.parametrize("name", PRESSES)
 @pytest.mark.parametrize("read", [0, 4])
-def test_a_file_keeps_what_spans_and_budgets_need(name: str, read: int, tmp_path: Path) -> None:
+def test_a_file_keeps_the_state_of_spans_and_budgets(name: str, read: int, tmp_path: Path) -> None:
     """Saved before a thought, or in the middle of one, and while the cache records."""
     talk = Talk(name)
     talk.cache.activate_past_recording()
@@ -110,11 +110,11 @@ def test_branches_are_taken_back_each_for_itself(name: str) -> None:
     talk = Talk(name)
     talk.cache.activate_past_recording()
     talk.follow(TURN[:, :3])
-    other = talk.copy()
-    other.cache = kvpress.branch(talk.cache, talk.mask)
-    never = other.copy()
-    other.follow(TURN[:, 3:])
+    branched = talk.copy()
+    branched.cache = kvpress.branch(talk.cache, talk.mask)
+    never = branched.copy()
+    branched.follow(TURN[:, 3:])
     talk.follow(TURN[:, 3:6])
-    other.take_back(TURN.shape[1] - 3)
-    torch.testing.assert_close(other.follow(TURN), never.follow(TURN), atol=1e-5, rtol=1e-5)
-    assert positions(other.cache) == positions(never.cache)
+    branched.take_back(TURN.shape[1] - 3)
+    torch.testing.assert_close(branched.follow(TURN), never.follow(TURN), atol=1e-5, rtol=1e-5)
+    assert positions(branched.cache) == positions(never.cache)

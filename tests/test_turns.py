@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A compressed cache lives on: later blocks and turns, copies for several questions, reading outside a press."""
+"""A compressed cache lives on: later sessions and turns, copies for several questions, reading outside a press."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def test_a_later_block_reads_at_the_right_positions(spec: str, padded: bool, len
         mask = grow(mask, length)
         at = position_ids(mask, length)
     with kvpress.reading(model):
-        found = model(new, attention_mask=mask, past_key_values=cache, position_ids=at).logits
+        logits = model(new, attention_mask=mask, past_key_values=cache, position_ids=at).logits
     expected = Oracle(model, kept, 40, weights).logits(new, stock, mask, at)
-    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-4)
     assert cache.get_seq_length() == 40 + length
     assert all(
         later.tolist() == [*now.tolist(), *range(40, 40 + length)]
@@ -50,28 +50,30 @@ def test_a_later_block_reads_at_the_right_positions(spec: str, padded: bool, len
 @pytest.mark.parametrize("spec", EVICTING)
 def test_every_turn_under_a_press_is_cut_to_its_share(spec: str) -> None:
     model, press = tiny_model("llama"), kvpress.get_press(spec)
-    one, two = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    single, composed = DynamicCache(config=model.config), DynamicCache(config=model.config)
     turns = [tokens(2, 24), tokens(2, 12, seed=3), tokens(2, 10, seed=4)]
     sets = []
     with press(model):
         for turn in turns:
-            model(turn, past_key_values=one)
-            sets.append(positions(one))
+            model(turn, past_key_values=single)
+            sets.append(positions(single))
     for turn in turns:
         with press(model):
-            model(turn, past_key_values=two)
-    assert positions(one) == positions(two)
+            model(turn, past_key_values=composed)
+    assert positions(single) == positions(composed)
     seen, heads = 0, 2
     for turn, before, after in zip(turns, [None, *sets[:-1]], sets, strict=True):
         seen += turn.shape[1]
         inner = getattr(press, "press", press)
         for layer, kept in enumerate(after):
-            for row, found in enumerate(kept):
+            for row, heads_kept in enumerate(kept):
                 if not exempt(spec, "pairs per layer"):
-                    assert sum(map(len, found)) == heads * inner.recipe().kept(seen)
-                for head, at in enumerate(found):
-                    known = set(range(seen - turn.shape[1], seen)) | set(before[layer][row][head] if before else [])
-                    assert set(at) <= known
+                    assert sum(map(len, heads_kept)) == heads * inner.recipe().kept(seen)
+                for head, at in enumerate(heads_kept):
+                    candidates = set(range(seen - turn.shape[1], seen)) | set(
+                        before[layer][row][head] if before else []
+                    )
+                    assert set(at) <= candidates
 
 
 @pytest.mark.parametrize("spec", ["knorm:0.5", STORAGES["composed"]])
@@ -92,8 +94,8 @@ def test_generating_turn_by_turn_under_one_block(spec: str) -> None:
                     sequence = generate(model, sequence, past_key_values=cache).sequences
         return sequence, cache
 
-    (together, first), (apart, second) = talk(1), talk(3)
-    assert torch.equal(together, apart)
+    (together, first), (separate, second) = talk(1), talk(3)
+    assert torch.equal(together, separate)
     assert positions(first) == positions(second)
     assert first.get_seq_length() == together.shape[1] - 1
     assert kvpress.memory_report(first).kept < kvpress.memory_report(first).seen
@@ -133,9 +135,9 @@ def test_a_copy_serves_every_question(spec: str) -> None:
     assert positions(context) == before[0]
     assert [layer.kept for layer in after.layers] == [layer.kept for layer in before[1].layers]
     for ours, theirs in zip(context.layers, frozen.layers, strict=True):
-        for name, held in ours.store.tensors().items():
-            if name != "indexes":  # selectors may add their index when they first read
-                for x, y in zip(held, theirs.store.tensors()[name], strict=True):
+        for name, tensors in ours.store.tensors().items():
+            if name != "indexes":  # selectors may add their index on first use
+                for x, y in zip(tensors, theirs.store.tensors()[name], strict=True):
                     assert torch.equal(x, y)
 
 

@@ -21,14 +21,14 @@ WAITING = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "
 
 @contextmanager
 def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Where tensors are read by the host; what operators do to check their arguments on the CPU is left out."""
-    found: list[str] = []
+    """Record where the host reads tensors; checks of operators on the CPU are left out."""
+    places: list[str] = []
 
     def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             caller = sys._getframe(1).f_code
             if "/kvpress/kernels/" not in caller.co_filename:
-                found.append(f"{name} in {caller.co_filename}:{caller.co_name}")
+                places.append(f"{name} in {caller.co_filename}:{caller.co_name}")
             return function(*args, **kwargs)
 
         return call
@@ -37,13 +37,13 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         for name in WAITING:
             patch.setattr(Tensor, name, watched(name, getattr(Tensor, name)))
         patch.setattr(torch, "equal", watched("equal", torch.equal))
-        yield found
+        yield places
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
 @pytest.mark.parametrize("spec", STORAGES.values(), ids=STORAGES)
 def test_a_decode_step_waits_for_no_layer(spec: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is read per layer; with padding, the mask of a forward pass is looked at once for all of them."""
+    """No layer waits by itself; with padding, the host reads the mask of a pass once for all layers."""
     model = tiny_model("llama")
     ids, mask = padded_batch([40, 26]) if padded else (tokens(2, 40), None)
     spec = spec.replace("budget=16", "budget=8")
@@ -52,10 +52,10 @@ def test_a_decode_step_waits_for_no_layer(spec: str, padded: bool, monkeypatch: 
         for t in range(3):
             real = grow(mask, t + 1)
             at = torch.full((2, 1), 40 + t)
-            with waits(monkeypatch) as found:
+            with waits(monkeypatch) as places:
                 model(tokens(2, 1, t), attention_mask=real, position_ids=at, past_key_values=cache)
-    assert len(found) == len(set(found)), "read once per layer"
-    assert padded or not found
+    assert len(places) == len(set(places)), "read once per layer"
+    assert padded or not places
 
 
 @pytest.mark.parametrize("spec", ["kivi:residual_length=0", "snapkv:0.5"])
@@ -64,7 +64,7 @@ def test_in_generate_only_the_first_token_waits_for_the_mask(spec: str, monkeypa
     ids, mask = padded_batch([40, 26])
     counts = []
     for new in (3, 9):
-        with kvpress.get_press(spec)(model), waits(monkeypatch) as found:
+        with kvpress.get_press(spec)(model), waits(monkeypatch) as places:
             model.generate(ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, do_sample=False)
-        counts.append(sum("cache/window.py" in place for place in found))
+        counts.append(sum("cache/window.py" in place for place in places))
     assert counts[0] == counts[1]

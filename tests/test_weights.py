@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs with logit weights count as often as they weigh, in every format and wherever a store keeps them."""
+"""Pairs with log-weights count as often as they weigh, in every format and part of a store."""
 
 from __future__ import annotations
 
@@ -32,55 +32,55 @@ def test_equal_pairs_pooled_into_one_give_the_same_attention(name: str, rows: in
     pooled.log_weight = counts.float().log()
     queries, logits = torch.randn(4, rows, DIM, generator=generator), Logits(0.2, 5.0)
 
-    def same(found: Any, expected: Any) -> None:
-        for a, b in zip(found, expected, strict=True):
+    def same(actual: Any, expected: Any) -> None:
+        for a, b in zip(actual, expected, strict=True):
             torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)
 
-    whole = repeated.attend(queries, logits)
-    same(pooled.attend(queries, logits), whole)
+    reference = repeated.attend(queries, logits)
+    same(pooled.attend(queries, logits), reference)
     hidden = torch.rand(len(counts), generator=generator) < 0.4
     same(pooled.attend(queries, logits, hidden), repeated.attend(queries, logits, hidden[copies]))
-    received = repeated.mass(queries, logits, whole[1])
+    received = repeated.mass(queries, logits, reference[1])
     torch.testing.assert_close(
-        pooled.mass(queries, logits, whole[1]),
+        pooled.mass(queries, logits, reference[1]),
         torch.zeros(len(counts)).index_add_(0, copies, received),
         atol=1e-4,
         rtol=1e-4,
     )
-    same(*(chosen_pairs(found, mark, queries) for found, mark in ((pooled, ~hidden), (repeated, ~hidden[copies]))))
-    # What is taken, joined and taken apart keeps its weights.
+    same(*(chosen_pairs(stored, mark, queries) for stored, mark in ((pooled, ~hidden), (repeated, ~hidden[copies]))))
+    # Subsets, joins and splits keep the weights.
     half = (torch.arange(len(counts)) % 2 == 0).nonzero().flatten()
     layout = Layout(torch.bincount(pooled.layout.streams_of(half), minlength=4).tolist())
     assert torch.equal(pooled.take(half, layout).log_weight, pooled.log_weight[half])
     twin = copy.deepcopy(pooled)
     twin.log_weight = None
-    same(pooled.attend(queries, logits), whole)
+    same(pooled.attend(queries, logits), reference)
     assert torch.equal(unpack(*pack(pooled)).log_weight, counts.float().log())
 
 
-def chosen_pairs(found: Segment, mark: Tensor, queries: Tensor) -> Any:
+def chosen_pairs(stored: Segment, mark: Tensor, queries: Tensor) -> Any:
     """Attend to the marked pairs as a list."""
-    lists = [found.layout.offsets[n] + mark[found.layout.rows(n)].nonzero().flatten() for n in range(4)]
+    lists = [stored.layout.offsets[n] + mark[stored.layout.rows(n)].nonzero().flatten() for n in range(4)]
     rows = torch.nn.utils.rnn.pad_sequence(lists, batch_first=True)
-    return found.attend_rows(queries, Logits(0.2, 5.0), rows, torch.tensor([len(one) for one in lists]))
+    return stored.attend_rows(queries, Logits(0.2, 5.0), rows, torch.tensor([len(ranks) for ranks in lists]))
 
 
 @every_codec
 def test_weights_are_added_to_the_logits(name: str) -> None:
-    found = segment(name)
-    found.log_weight = torch.randn(found.layout.total, generator=torch.Generator().manual_seed(3))
+    stored = segment(name)
+    stored.log_weight = torch.randn(stored.layout.total, generator=torch.Generator().manual_seed(3))
     queries = torch.randn(4, 3, DIM, generator=torch.Generator().manual_seed(4))
-    out, lse = found.attend(queries, Logits(0.2, 5.0))
+    out, lse = stored.attend(queries, Logits(0.2, 5.0))
     for n in range(4):
-        logits, values = logit_pairs(found, queries, n)
-        logits = logits + found.log_weight[found.layout.rows(n)]
+        logits, values = logit_pairs(stored, queries, n)
+        logits = logits + stored.log_weight[stored.layout.rows(n)]
         torch.testing.assert_close(lse[n], logits.logsumexp(-1), atol=1e-3, rtol=1e-3)
         expected = logits.softmax(-1) @ values if logits.shape[1] else torch.zeros(3, DIM)
         torch.testing.assert_close(out[n], expected, atol=2e-3, rtol=1e-3)
 
 
 def pooled_and_repeated(pads: list[int] | None) -> tuple[KVStore, KVStore, Tensor, Tensor | None, Tensor | None]:
-    """Two stores of the same tokens: once weighed, once repeated as often as they weigh; and their masks."""
+    """Return two stores of the same tokens, once weighed and once repeated as often as they weigh, and their masks."""
     counts = torch.randint(1, 4, (24,), generator=torch.Generator().manual_seed(0))
     copies = torch.arange(24).repeat_interleave(counts)
     keys, values = torch.randn(2, 2, HEADS, 24, DIM, generator=torch.Generator().manual_seed(1))
@@ -110,13 +110,13 @@ def test_pooled_tokens_weigh_as_much_wherever_they_are_kept(pads: Any, new: int)
     def check() -> None:
         queries = torch.randn(pooled.batch, 2 * HEADS, new, DIM, generator=generator)
         keys, values = torch.randn(2, pooled.batch, HEADS, new, DIM, generator=generator)
-        found = []
+        outputs = []
         for store, real in ((pooled, mask), (repeated, masks)):
-            asked = copy.deepcopy(store)
-            asked.append(keys.clone(), values.clone())
+            copied = copy.deepcopy(store)
+            copied.append(keys.clone(), values.clone())
             extra = None if real is None else torch.nn.functional.pad(real, (0, new), value=True)
-            found.append(asked.attend(queries, Logits(0.2), extra))
-        for a, b in zip(*found, strict=True):
+            outputs.append(copied.attend(queries, Logits(0.2), extra))
+        for a, b in zip(*outputs, strict=True):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
     check()
@@ -155,9 +155,9 @@ def test_a_sealed_copy_of_the_window_keeps_its_weights(name: str) -> None:
         for side in codec.reads_side:
             store.window.side[side] = torch.rand(2, HEADS, store.window.length)
         if turn != 1:
-            given = torch.rand(2, HEADS, store.window.length)
-            store.window.weigh(given)
-            for n, row in enumerate(given.flatten(0, 1)):
+            factors = torch.rand(2, HEADS, store.window.length)
+            store.window.weigh(factors)
+            for n, row in enumerate(factors.flatten(0, 1)):
                 weights |= {(n, at): float(weight) for at, weight in enumerate(row, store.window.first)}
         store.settle(codec, Sealing(HEADS))
     assert store.segments
@@ -165,12 +165,12 @@ def test_a_sealed_copy_of_the_window_keeps_its_weights(name: str) -> None:
         for n in range(4):
             rows = part.layout.rows(n)
             expected = [weights.get((n, at), 0.0) for at in part.slots()[rows].tolist()]
-            found = torch.zeros(part.layout.total) if part.log_weight is None else part.log_weight
-            assert found[rows].tolist() == pytest.approx(expected)
+            log_weights = torch.zeros(part.layout.total) if part.log_weight is None else part.log_weight
+            assert log_weights[rows].tolist() == pytest.approx(expected)
 
 
 def test_a_layer_that_keeps_nothing_has_nothing_to_weigh() -> None:
-    """Layers compete under kvzip, and one of them may keep no pair of a short prompt; what comes next is read as ever."""
+    """Layers compete under kvzip: one may keep no pair of a short prompt, and later tokens are read as usual."""
     store = KVStore(torch.zeros(1, HEADS, 0, DIM), torch.zeros(1, HEADS, 0, DIM))
     store.append(*torch.randn(2, 1, HEADS, 5, DIM).unbind(0))
     store.evict([torch.zeros(5, dtype=torch.bool)] * HEADS, None)

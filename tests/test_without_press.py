@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache that was compressed inside a block and is read by the model alone, as users of NVIDIA kvpress do."""
+"""A cache that was compressed in a session and is read by the model alone, as users of NVIDIA kvpress do."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def test_turns_without_a_press_are_those_of_reading(family: str, implementation:
     inside = copy.deepcopy(alone)
     for turn, length in enumerate((5, 1, 1, 7, 1)):
         new = tokens(2, length, seed=turn)
-        found = model(new, past_key_values=alone).logits
+        logits = model(new, past_key_values=alone).logits
         with kvpress.reading(model):
             expected = model(new, past_key_values=inside).logits
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
     assert alone.get_seq_length() == inside.get_seq_length() == 24 + 15
     assert positions(alone) == positions(inside)
 
@@ -63,9 +63,9 @@ def test_every_dense_storage(spec: str) -> None:
     alone = prefill(model, press, tokens(2, 30))
     inside = copy.deepcopy(alone)
     for new in (tokens(2, 4), tokens(2, 1, seed=3)):
-        found = model(new, past_key_values=alone).logits
+        logits = model(new, past_key_values=alone).logits
         with kvpress.reading(model):
-            torch.testing.assert_close(found, model(new, past_key_values=inside).logits, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(logits, model(new, past_key_values=inside).logits, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("form", ["all ids", "new ids and a mask", "position_ids"])
@@ -74,48 +74,48 @@ def test_generate_without_a_press(form: str) -> None:
     context, question = tokens(2, 30), tokens(2, 4, seed=5)
     alone = prefill(model, kvpress.KnormPress(0.5), context)
     inside = copy.deepcopy(alone)
-    whole = torch.cat([context, question], dim=1)
+    all_ids = torch.cat([context, question], dim=1)
     with kvpress.reading(model):
-        expected = generate(model, whole, past_key_values=inside).sequences[:, -8:]
+        expected = generate(model, all_ids, past_key_values=inside).sequences[:, -8:]
     if form == "all ids":
-        found = generate(model, whole, past_key_values=alone)
+        output = generate(model, all_ids, past_key_values=alone)
     elif form == "new ids and a mask":
-        found = generate(model, question, torch.ones(2, 34, dtype=torch.long), past_key_values=alone)
+        output = generate(model, question, torch.ones(2, 34, dtype=torch.long), past_key_values=alone)
     else:
-        found = generate(model, whole, past_key_values=alone, position_ids=torch.arange(34).expand(2, -1))
-    assert torch.equal(found.sequences[:, -8:], expected)
+        output = generate(model, all_ids, past_key_values=alone, position_ids=torch.arange(34).expand(2, -1))
+    assert torch.equal(output.sequences[:, -8:], expected)
     assert alone.get_seq_length() == inside.get_seq_length() == 34 + 7
     assert pairs(alone) == {15 + 4 + 7}
 
 
-def test_positions_that_are_given_are_those_of_the_tokens_seen() -> None:
+def test_explicit_positions_count_the_tokens_seen() -> None:
     model = tiny_model("llama")
     cache = prefill(model, kvpress.KnormPress(0.5), tokens(1, 30))
-    given = copy.deepcopy(cache)
+    shifted = copy.deepcopy(cache)
     at = torch.arange(30, 33)[None]
     torch.testing.assert_close(
-        model(tokens(1, 3), past_key_values=given, position_ids=at).logits,
+        model(tokens(1, 3), past_key_values=shifted, position_ids=at).logits,
         model(tokens(1, 3), past_key_values=cache).logits,
     )
 
 
 def test_beams_and_crops_without_a_press() -> None:
-    model, whole = tiny_model("llama"), torch.cat([tokens(1, 30), tokens(1, 4, seed=5)], dim=1)
+    model, all_ids = tiny_model("llama"), torch.cat([tokens(1, 30), tokens(1, 4, seed=5)], dim=1)
     alone = prefill(model, kvpress.KnormPress(0.5), tokens(1, 30))
     before = positions(alone)
     caches = [copy.deepcopy(alone) for _ in range(2)]
     for cache in caches:
         cache.batch_repeat_interleave(3)
     with kvpress.reading(model):
-        expected = generate(model, whole, past_key_values=caches[0], num_beams=3).sequences
-    assert torch.equal(generate(model, whole, past_key_values=caches[1], num_beams=3).sequences, expected)
+        expected = generate(model, all_ids, past_key_values=caches[0], num_beams=3).sequences
+    assert torch.equal(generate(model, all_ids, past_key_values=caches[1], num_beams=3).sequences, expected)
     model(tokens(1, 4, seed=5), past_key_values=alone)
     alone.crop(-4)
     assert positions(alone) == before
 
 
 def test_questions_of_different_lengths_without_a_press() -> None:
-    """Padding behind what was compressed is hidden as usual."""
+    """Padding behind compressed pairs is hidden as usual."""
     model = tiny_model("llama")
     alone = prefill(model, kvpress.KnormPress(0.5), tokens(2, 30))
     inside = copy.deepcopy(alone)
@@ -123,23 +123,23 @@ def test_questions_of_different_lengths_without_a_press() -> None:
     mask = torch.cat([torch.ones(2, 30, dtype=torch.long), real], dim=1)
     at = (mask.cumsum(1) - 1)[:, -6:]
     for _ in range(2):
-        found = model(ids, attention_mask=mask, past_key_values=alone, position_ids=at).logits
+        logits = model(ids, attention_mask=mask, past_key_values=alone, position_ids=at).logits
         with kvpress.reading(model):
             expected = model(ids, attention_mask=mask, past_key_values=inside, position_ids=at).logits
-        torch.testing.assert_close(found[:, -1], expected[:, -1], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(logits[:, -1], expected[:, -1], atol=1e-4, rtol=1e-4)
         ids, mask, at = tokens(2, 1), torch.cat([mask, mask[:, -1:]], dim=1), at[:, -1:] + 1
 
 
 @pytest.mark.parametrize("name", UNREADABLE)
-def test_what_a_model_alone_cannot_read_is_refused(name: str) -> None:
+def test_caches_that_a_model_alone_cannot_read_are_refused(name: str) -> None:
     spec, why = UNREADABLE[name]
     model = tiny_model("llama")
     cache = prefill(model, kvpress.get_press(spec), tokens(2, 40))
-    held = positions(cache)
+    before = positions(cache)
     for length in (1, 5):
         with pytest.raises(RuntimeError, match=rf"{why}.*with kvpress\.reading\(model\)"):
             model(tokens(2, length), past_key_values=cache)
-    assert (positions(cache), cache.get_seq_length()) == (held, 40)
+    assert (positions(cache), cache.get_seq_length()) == (before, 40)
 
 
 def test_padded_prompts_are_refused() -> None:
@@ -176,12 +176,12 @@ def test_a_cache_that_was_reset_forgets_its_stores() -> None:
     model = tiny_model("llama")
     cache = prefill(model, kvpress.get_press("pyramidkv:0.5,window_size=4"), tokens(1, 40))
     cache.reset()
-    found = model(tokens(1, 9), past_key_values=cache).logits
-    torch.testing.assert_close(found, model(tokens(1, 9)).logits)
+    logits = model(tokens(1, 9), past_key_values=cache).logits
+    torch.testing.assert_close(logits, model(tokens(1, 9)).logits)
 
 
 def test_an_uncompressed_layer_beside_compressed_ones_gets_a_mask_for_all_tokens() -> None:
-    """Inside a block masks are made for all tokens, whatever the first layer stores."""
+    """In a session, masks cover all tokens, for any storage of the first layer."""
     model = tiny_model("llama")
     press = kvpress.get_press("per_layer_compression(knorm):compression_ratios=(0.5,0.0,0.25)")
     caches = [prefill(model, press, tokens(2, 20)), DynamicCache(config=model.config)]

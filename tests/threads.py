@@ -46,7 +46,7 @@ def generate(model: Any, number: int, **settings: Any) -> Any:
 
 
 def in_threads(work: Callable[[int], Any], count: int = THREADS) -> list[Any]:
-    """Run `work(n)` in so many threads, which begin together."""
+    """Run `work(n)` in `count` threads, which begin together."""
     ready = threading.Barrier(count)
 
     def run(number: int) -> Any:
@@ -58,8 +58,8 @@ def in_threads(work: Callable[[int], Any], count: int = THREADS) -> list[Any]:
 
 
 def results(model: Any, number: int) -> tuple[Tensor, Any]:
-    found = generate(model, number)
-    return found.sequences, positions(found.past_key_values)
+    output = generate(model, number)
+    return output.sequences, positions(output.past_key_values)
 
 
 def expected_of(model: Any, press: Any, count: int = 8) -> list[Any]:
@@ -67,5 +67,5 @@ def expected_of(model: Any, press: Any, count: int = 8) -> list[Any]:
         return [results(model, number) for number in range(count)]
 
 
-def same(found: tuple[Tensor, Any], wanted: tuple[Tensor, Any]) -> bool:
-    return torch.equal(found[0], wanted[0]) and found[1] == wanted[1]
+def same(actual: tuple[Tensor, Any], expected: tuple[Tensor, Any]) -> bool:
+    return torch.equal(actual[0], expected[0]) and actual[1] == expected[1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tokenizer for the ids of the tiny models: a piece of text for each, tags and chat headers in several pieces among them."""
+"""A tokenizer for the ids of the tiny models: one piece of text per id, tags and chat headers in several pieces."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PLAIN = 20
 
 
 class Words:
-    """Ids are pieces of text, and plain words above; turns are framed as in ChatML, without turns of their own for tools."""
+    """Tokenizer with one piece of text per id, then plain words; turns follow ChatML, without turns for tools."""
 
     bos_token = "<s>"  # noqa: S105 - no secret
     chat_template: str | None = "chatml"
@@ -33,22 +33,24 @@ class Words:
 
     def encode(self, text: str, **kwargs: Any) -> list[int]:
         del kwargs
-        known = {self.convert_ids_to_tokens(token): token for token in range(VOCAB)}
+        vocabulary = {self.convert_ids_to_tokens(token): token for token in range(VOCAB)}
         ids = []
         while text:
-            piece = max((each for each in known if text.startswith(each)), key=len, default="")
-            ids.append(known[piece] if piece else 0)
+            piece = max((candidate for candidate in vocabulary if text.startswith(candidate)), key=len, default="")
+            ids.append(vocabulary[piece] if piece else 0)
             text = text[max(1, len(piece)) :]
         return ids
 
     def apply_chat_template(self, messages: list[dict[str, str]], tokenize: bool = True, **kwargs: Any) -> str:
         del tokenize, kwargs
-        said = {**{role: role for role in ("system", "user", "assistant")}, "tool": "user"}
-        return "".join(f"<|im_start|>{said[each['role']]}\n{each['content']}<|im_end|>\n" for each in messages)
+        role_names = {**{role: role for role in ("system", "user", "assistant")}, "tool": "user"}
+        return "".join(
+            f"<|im_start|>{role_names[message['role']]}\n{message['content']}<|im_end|>\n" for message in messages
+        )
 
 
 def ids_of(*parts: str | int) -> Tensor:
-    """Ids `[1, n]` of texts and of so many plain words in turn, words of different parts being different ones."""
+    """Return ids `[1, n]` of texts and counts of plain words in turn; words differ from part to part."""
     ids: list[int] = []
     for place, part in enumerate(parts):
         if isinstance(part, str):
@@ -59,7 +61,7 @@ def ids_of(*parts: str | int) -> Tensor:
 
 
 def batch_of(*rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows padded on the left: `(input_ids, attention_mask)`."""
+    """Return rows padded on the left: `(input_ids, attention_mask)`."""
     longest = max(row.shape[1] for row in rows)
     ids = torch.cat([torch.nn.functional.pad(row, (longest - row.shape[1], 0)) for row in rows])
     lengths = torch.tensor([row.shape[1] for row in rows])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bad input is refused by name, with what is allowed and what to do instead, before the model runs; nothing stays changed.
+"""Bad input is refused before the model runs, with its value, the allowed values and the fix; the model is unchanged.
 
-The numbers in the names of the tests are the rows of the reliability table.
+Numbers in the names of tests are rows of the reliability table.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def refused(model: Any, action: Callable[[], Any], error: type[Exception], *word
 
 
 def generate(model: Any, spec: str, ids: torch.Tensor, **settings: Any) -> Any:
-    """Generate four tokens greedily under a press, or as the settings say; returns the session, with its `result`."""
+    """Generate four tokens greedily under a press, with these settings; return the session, with its `result`."""
     with kvpress.get_press(spec)(model) as session:
         settings = {"max_new_tokens": 4, "do_sample": False, **settings}
         session.result = model.generate(ids, **settings)
@@ -46,13 +46,13 @@ def generate(model: Any, spec: str, ids: torch.Tensor, **settings: Any) -> Any:
 
 
 def forward(model: Any, spec: str, ids: torch.Tensor, **kwargs: Any) -> Any:
-    """One forward pass under a press."""
+    """Run one forward pass under a press."""
     with kvpress.get_press(spec)(model):
         return model(ids, **kwargs)
 
 
 def read_first(model: Any, length: int = 10, batch: int = 2) -> DynamicCache:
-    """A compressed cache behind a first prompt."""
+    """Return a compressed cache of a first prompt."""
     cache = DynamicCache(config=model.config)
     with kvpress.get_press("knorm:0.5")(model):
         model(tokens(batch, length), past_key_values=cache)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bad arguments of presses, at construction, in a spec and when they are set later."""
+"""Bad settings of presses: at construction, in a spec, and assigned later."""
 
 from __future__ import annotations
 
@@ -86,18 +86,18 @@ def test_26_arguments_out_of_range(spec: str, error: type[Exception], words: lis
 
 
 def outside(choice: Any) -> list[tuple[Any, type[Exception]]]:
-    """Values that a field of this type must refuse, and how."""
+    """Return values that a field of this type must refuse, each with its error."""
     if isinstance(choice, Range):
         values = [choice.least - 1, choice.least if choice.above else None, choice.most if choice.below else None]
-        found: list[tuple[Any, type[Exception]]] = [(value, ValueError) for value in values if value is not None]
-        return [*found, (True, TypeError), ("8", TypeError), *([(2.5, TypeError)] if choice.whole else [])]
+        wrong_values: list[tuple[Any, type[Exception]]] = [(value, ValueError) for value in values if value is not None]
+        return [*wrong_values, (True, TypeError), ("8", TypeError), *([(2.5, TypeError)] if choice.whole else [])]
     if get_origin(choice) is Literal:
         return [("mode", ValueError)]
     return [("yes", TypeError)] if choice is bool else []
 
 
 @pytest.mark.parametrize("name", [entry.name for entry in kvpress.list_presses()])
-def test_26_whatever_a_field_cannot_be_is_refused_by_its_name(name: str) -> None:
+def test_26_invalid_values_are_refused_with_the_field(name: str) -> None:
     press = kvpress.get_press(find(name).example)
     for field, choices in allowed(type(press)).items():
         for value, error in (case for choice in choices for case in outside(choice)):
@@ -132,9 +132,13 @@ def test_26_group_size_set_later_is_checked_on_entering() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "near"), [("snapkw", "snapkv"), ("Snap-KVs", "snapkv"), ("quset", "quest"), ("adaKVV", "adakv")]
+    ("name", "suggestion"), [("snapkw", "snapkv"), ("Snap-KVs", "snapkv"), ("quset", "quest"), ("adaKVV", "adakv")]
 )
-def test_40_unknown_press(name: str, near: str) -> None:
+def test_40_unknown_press(name: str, suggestion: str) -> None:
     refused(
-        tiny_model("llama"), lambda: kvpress.get_press(f"{name}:0.5"), KeyError, repr(name), f"did you mean {near}?"
+        tiny_model("llama"),
+        lambda: kvpress.get_press(f"{name}:0.5"),
+        KeyError,
+        repr(name),
+        f"did you mean {suggestion}?",
     )

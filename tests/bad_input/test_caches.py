@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches that do not fit what is read: of other models, batches and kinds, without masks, or none."""
+"""Caches of other models, batches or kinds, caches without a mask, and calls without a cache."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def test_14_nothing_new() -> None:
 def test_14_new_ids_may_be_as_many_as_the_cache_holds(chunk: int | None) -> None:
     model = tiny_model("llama")
     new, mask = tokens(2, 10, seed=8), torch.ones(2, 20, dtype=torch.long)
-    whole = torch.cat([tokens(2, 10), new], dim=1)
-    stock = model.generate(whole, max_new_tokens=4, do_sample=False)
+    full_ids = torch.cat([tokens(2, 10), new], dim=1)
+    stock = model.generate(full_ids, max_new_tokens=4, do_sample=False)
     cache = DynamicCache(config=model.config)
     with kvpress.get_press("none")(model):
         model(tokens(2, 10), past_key_values=cache)
-    found = generate(
+    session = generate(
         model,
         "none",
         new,
@@ -50,7 +50,7 @@ def test_14_new_ids_may_be_as_many_as_the_cache_holds(chunk: int | None) -> None
         attention_mask=mask,
         **({"prefill_chunk_size": chunk} if chunk else {}),
     )
-    assert torch.equal(found.result[:, -4:], stock[:, -4:])
+    assert torch.equal(session.result[:, -4:], stock[:, -4:])
 
 
 def other_models() -> list[Any]:
@@ -71,13 +71,13 @@ def other_models() -> list[Any]:
 @pytest.mark.parametrize("inside", [True, False], ids=["press", "stock"])
 @pytest.mark.parametrize(("make", "settings", "words"), other_models())
 def test_15_cache_of_another_model(make: Any, settings: dict, words: list[str], inside: bool, configured: bool) -> None:
-    model, other = tiny_model("llama"), make(**settings)
-    cache = DynamicCache(config=other.config) if configured else DynamicCache()
+    model, current = tiny_model("llama"), make(**settings)
+    cache = DynamicCache(config=current.config) if configured else DynamicCache()
     if inside:
-        with kvpress.get_press("knorm:0.5")(other):
-            other(tokens(2, 10), past_key_values=cache)
+        with kvpress.get_press("knorm:0.5")(current):
+            current(tokens(2, 10), past_key_values=cache)
     else:
-        other(tokens(2, 10), past_key_values=cache)
+        current(tokens(2, 10), past_key_values=cache)
     refused(model, lambda: forward(model, "knorm:0.5", tokens(2, 4), past_key_values=cache), ValueError, *words)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways of generating that cannot work on a compressed cache, and beams, which can."""
+"""Ways of generation that cannot work on a compressed cache, and beams, which can."""
 
 from __future__ import annotations
 
@@ -79,6 +79,6 @@ def test_39_beams_and_sequences_equal_the_whole_batch_repeated(spec: str) -> Non
     together = generate(model, spec, ids, attention_mask=mask, num_beams=4, num_return_sequences=4, max_new_tokens=8)
     assert together.result.shape == (8, 38)
     for row, length in enumerate((30, 17)):
-        own = ids[row : row + 1, -length:]
-        alone = generate(model, spec, own, num_beams=4, num_return_sequences=4, max_new_tokens=8)
+        prompt = ids[row : row + 1, -length:]
+        alone = generate(model, spec, prompt, num_beams=4, num_return_sequences=4, max_new_tokens=8)
         assert torch.equal(together.result[4 * row : 4 * row + 4, -8:], alone.result[:, -8:])

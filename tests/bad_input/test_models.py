@@ -96,15 +96,15 @@ def test_24_any_head_dim(dim: int, spec: str) -> None:
     config = CONFIG_MAPPING["llama"](**{**COMMON, "head_dim": dim, "num_hidden_layers": 2})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
-    found, expected, _ = decode_both(model, kvpress.get_press(spec), tokens(2, 40), None, steps=3)
-    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+    logits, expected, _ = decode_both(model, kvpress.get_press(spec), tokens(2, 40), None, steps=3)
+    torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-4)
 
 
 def poison(model: Any, value: float) -> Callable[[], None]:
-    """Make one channel of one key of the second layer `value` from now on; returns the undo."""
+    """Set one channel of one key of the second layer to `value` from now on; return the undo function."""
 
     def hook(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-        if output.shape[1] > 3:  # a session asks new models one token beforehand, to see whether they turn their keys
+        if output.shape[1] > 3:  # a session probes new models with one token, to see whether they rotate their keys
             output = output.clone()
             output[0, 3, 5] = value
         return output

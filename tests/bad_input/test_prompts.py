@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts that are empty, short or not whole groups, padding, masks and positions."""
+"""Prompts that are empty, short or not whole groups; padding, masks and positions."""
 
 from __future__ import annotations
 

@@ -12,15 +12,15 @@ from kvpress.core.least_squares import Design
 
 
 def design(queries: int, pairs: int, weighed: bool = False) -> Design:
-    drawn = torch.Generator().manual_seed(0)
-    q, k = torch.randn(queries, 8, generator=drawn), torch.randn(pairs, 8, generator=drawn)
-    weight = torch.randn(pairs, generator=drawn) if weighed else None
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(queries, 8, generator=generator), torch.randn(pairs, 8, generator=generator)
+    weight = torch.randn(pairs, generator=generator) if weighed else None
     logits = Logits(0.7)
     return Design(q, k, logits, logits(q, k, weight).logsumexp(dim=-1) + 0.1, weight)
 
 
-def whole(made: Design) -> torch.Tensor:
-    return made.shares(slice(None), slice(None)).double()
+def matrix_of(problem: Design) -> torch.Tensor:
+    return problem.shares(slice(None), slice(None)).double()
 
 
 @pytest.mark.parametrize("blocks", [64 * 2**20, 4 * 100])
@@ -29,36 +29,36 @@ def test_products_and_solutions_are_those_of_the_matrix(
     queries: int, pairs: int, blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "BLOCK_BYTES", blocks)
-    made = design(queries, pairs, weighed=True)
-    matrix = whole(made)
+    problem = design(queries, pairs, weighed=True)
+    matrix = matrix_of(problem)
     values, outputs = torch.randn(pairs, 3).double(), torch.randn(queries, 3).double()
-    assert torch.allclose(made.apply(values), matrix @ values, atol=1e-5)
-    assert torch.allclose(made.back(outputs), matrix.T @ outputs, atol=1e-5)
+    assert torch.allclose(problem.apply(values), matrix @ values, atol=1e-5)
+    assert torch.allclose(problem.back(outputs), matrix.T @ outputs, atol=1e-5)
     for ridge in (0.5, 4.0):
         mean = matrix.square().sum() / pairs
         gram = matrix.T @ matrix + ridge * mean * torch.eye(pairs, dtype=torch.float64)
-        assert torch.allclose(made.solve(outputs, ridge), torch.linalg.solve(gram, matrix.T @ outputs), atol=1e-5)
+        assert torch.allclose(problem.solve(outputs, ridge), torch.linalg.solve(gram, matrix.T @ outputs), atol=1e-5)
 
 
 @pytest.mark.parametrize(("queries", "pairs"), [(60, 13), (13, 60)])
 def test_without_a_ridge_outputs_are_met_as_well_as_they_can(queries: int, pairs: int) -> None:
-    made = design(queries, pairs)
+    problem = design(queries, pairs)
     outputs = torch.randn(queries, 3, generator=torch.Generator().manual_seed(1)).double()
-    best = torch.linalg.lstsq(whole(made), outputs, driver="gelsd").solution
-    missed = [float((whole(made) @ x - outputs).norm()) for x in (made.solve(outputs, 0.0), best)]
+    best = torch.linalg.lstsq(matrix_of(problem), outputs, driver="gelsd").solution
+    missed = [float((matrix_of(problem) @ x - outputs).norm()) for x in (problem.solve(outputs, 0.0), best)]
     assert missed[0] <= missed[1] + 0.01 * float(outputs.norm())
 
 
 def test_the_norm_is_about_the_largest_singular_value() -> None:
-    made = design(60, 30)
-    largest = float(torch.linalg.matrix_norm(whole(made), 2))
-    assert 0.9 * largest < made.norm() <= largest
-    assert made.norm(rounds=40) == pytest.approx(largest, rel=1e-3)
+    problem = design(60, 30)
+    largest = float(torch.linalg.matrix_norm(matrix_of(problem), 2))
+    assert 0.9 * largest < problem.norm() <= largest
+    assert problem.norm(rounds=40) == pytest.approx(largest, rel=1e-3)
 
 
 @pytest.mark.parametrize(("queries", "pairs"), [(0, 4), (4, 0)])
 def test_nothing_to_solve(queries: int, pairs: int) -> None:
-    made = design(max(1, queries), max(1, pairs))
-    made = Design(made.queries[:queries], made.keys[:pairs], made.logits, made.lse[:queries])
-    assert made.solve(torch.zeros(queries, 2), 1.0).shape == (pairs, 2)
-    assert not made.solve(torch.zeros(queries, 2), 1.0).any()
+    problem = design(max(1, queries), max(1, pairs))
+    problem = Design(problem.queries[:queries], problem.keys[:pairs], problem.logits, problem.lse[:queries])
+    assert problem.solve(torch.zeros(queries, 2), 1.0).shape == (pairs, 2)
+    assert not problem.solve(torch.zeros(queries, 2), 1.0).any()

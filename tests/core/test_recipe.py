@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a press is made of survives every composition: no wrapper loses a schedule, a budget, an observer or a rule."""
+"""Recipes survive every composition: no wrapper loses a schedule, a budget, an observer or a rule."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPT, STEPS = 60, 9
 
 
 def kept(spec: Any, model: Any = None, prompt: int = PROMPT, steps: int = STEPS) -> list[list[list[int]]]:
-    """Positions `[layer][head]` that one row holds after a prompt and some generated tokens."""
+    """Return positions `[layer][head]` of the pairs that one row keeps after a prompt and `steps` generated tokens."""
     press = kvpress.get_press(spec)
     with press(model or tiny_model("llama")):
         cache = generate(model or tiny_model("llama"), tokens(1, prompt), max_new_tokens=steps + 1).past_key_values
@@ -64,7 +64,7 @@ def test_a_pyramid_stays_one_while_tokens_are_generated() -> None:
     ],
 )
 def test_two_wishes_with_different_arguments_are_two_observers(idle: str, spec: str) -> None:
-    """A press that removes nothing yet, but watches with other arguments, changes nothing."""
+    """A press that removes nothing yet, but observes with other arguments, changes nothing."""
     assert kept(f"{idle} + {spec}", steps=0) == kept(f"{spec} + {idle}", steps=0) == kept(spec, steps=0)
 
 
@@ -80,7 +80,7 @@ def test_two_wishes_with_different_arguments_are_two_observers(idle: str, spec: 
         ("kvzip:0.5,repeat_prompt= + knorm:0.5", 25),
     ],
 )
-def test_a_ratio_is_of_what_the_presses_before_left(spec: str, pairs: int) -> None:
+def test_a_ratio_applies_to_the_pairs_of_the_presses_before(spec: str, pairs: int) -> None:
     press = kvpress.get_press(spec)
     assert press.recipe().kept(100) == pairs
     counts = [len(head) for heads in kept(spec, prompt=100, steps=0) for head in heads]
@@ -88,13 +88,13 @@ def test_a_ratio_is_of_what_the_presses_before_left(spec: str, pairs: int) -> No
 
 
 @pytest.mark.parametrize("idle", ["simlayerkv:1.0", "simlayerkv:0.4,n_recent=12,n_initial=2"])
-def test_a_press_that_decides_itself_leaves_ratios_what_they_are(idle: str) -> None:
-    """However many follow it, each counts once, and a layer that it did not cut counts as before."""
+def test_a_press_that_decides_itself_leaves_later_ratios_unchanged(idle: str) -> None:
+    """Each press behind it counts once, and a layer that it did not evict from counts as before."""
     spec = "knorm:0.5 + keydiff:0.5"
-    found, alone = (kept(each, prompt=100, steps=0) for each in (f"{idle} + {spec}", spec))
+    combined, alone = (kept(text, prompt=100, steps=0) for text in (f"{idle} + {spec}", spec))
     decided = [len(heads[0]) for heads in kept(idle, prompt=100, steps=0)]
-    assert [len(heads[0]) for heads in found] == [count // 2 // 2 for count in decided]
-    assert [heads for heads, count in zip(found, decided, strict=True) if count == 100] == [
+    assert [len(heads[0]) for heads in combined] == [count // 2 // 2 for count in decided]
+    assert [heads for heads, count in zip(combined, decided, strict=True) if count == 100] == [
         heads for heads, count in zip(alone, decided, strict=True) if count == 100
     ]
 
@@ -104,12 +104,12 @@ def test_a_composition_tells_the_ratio_of_its_parts_together() -> None:
     assert kvpress.get_press("kivi:bits=4 + quest:budget=64").compression_ratio == 0
 
 
-def test_a_generated_target_after_two_evictions_is_what_both_left() -> None:
+def test_a_generated_target_after_two_evictions_counts_both() -> None:
     assert {len(head) for heads in kept("knorm:0.5 + h2o:0.5") for head in heads} == {15}
 
 
 def test_values_are_weighed_once() -> None:
-    """CriticalKV weighs scores by their values; scorers that do so themselves are asked for the rest."""
+    """CriticalKV weighs scores by the values; scorers that use values already score without them."""
     for inner in ("expected_attention:0.5", "expected_attention:0.5,epsilon=0.02"):
         plain = inner + ",use_vnorm=false"
         for wrapper in ("criticalkv", "critical_adakv"):
@@ -119,11 +119,11 @@ def test_values_are_weighed_once() -> None:
 
 @pytest.mark.parametrize("inner", ["non_causal_attn:0.5,chunk_size=8", "compactor:0.5,chunk_size=8,sink_size_start=2"])
 def test_scores_without_values_do_not_depend_on_the_size_of_values(inner: str) -> None:
-    """Values that are scaled token by token change the plain scores, and not those without values."""
+    """Values that are scaled token by token change the plain scores, but not the scores without values."""
     model = tiny_model("llama")
     (step,) = kvpress.get_press(inner).recipe().evictions
-    bare = step.scorer.without_values()
-    found: list[tuple[Tensor, Tensor]] = []
+    unweighted = step.scorer.without_values()
+    differences: list[tuple[Tensor, Tensor]] = []
 
     class Both(kvpress.ScorerPress):
         wants = step.scorer.wants
@@ -135,20 +135,23 @@ def test_scores_without_values_do_not_depend_on_the_size_of_values(inner: str) -
                                                 view.seen, view.side, view.target))  # fmt: skip
 
             sizes = torch.linspace(0.1, 3, view.length)[None, None, :, None]
-            found.append(
-                (of(step.scorer, sizes) - of(step.scorer, torch.ones(1)), of(bare, sizes) - of(bare, torch.ones(1)))
+            differences.append(
+                (
+                    of(step.scorer, sizes) - of(step.scorer, torch.ones(1)),
+                    of(unweighted, sizes) - of(unweighted, torch.ones(1)),
+                )
             )
             return view.positions.float()
 
     with Both(0.5)(model):
         model(tokens(1, 40), use_cache=True)
-    for weighed, plain in found:
+    for weighed, plain in differences:
         assert weighed.nan_to_num().abs().max() > 0
         assert plain.nan_to_num().abs().max() == 0
 
 
 def test_a_prompt_of_a_later_turn_is_encoded_as_a_prompt() -> None:
-    """GEAR gives prompts `rank` and generated tokens `generated_rank`, whichever turn they belong to."""
+    """GEAR uses `rank` for prompts and `generated_rank` for generated tokens, in every turn."""
     model, cache = tiny_model("llama"), DynamicCache(config=tiny_model("llama").config)
     press = kvpress.get_press("gear_l:bits=4,group_size=16,buffer_length=16,rank=3,generated_rank=1")
     ranks = []
@@ -159,11 +162,11 @@ def test_a_prompt_of_a_later_turn_is_encoded_as_a_prompt() -> None:
         for step in range(16):
             model(tokens(1, 1, seed=2 + step), past_key_values=cache)
         ranks.append([part.keys.residual.factor.shape[1] for part in cache.layers[0].store.segments])
-    assert [set(found) for found in ranks] == [{3}, {3}, {3, 1}]
+    assert [set(layer_ranks) for layer_ranks in ranks] == [{3}, {3}, {3, 1}]
 
 
 class Newest(kvpress.ScorerPress):
-    """Written for NVIDIA kvpress: scores by the arguments it is given, and looks at the hidden states."""
+    """Press for NVIDIA kvpress: scores by its arguments, and reads the hidden states."""
 
     lengths: list[int]
 
@@ -176,7 +179,7 @@ class Newest(kvpress.ScorerPress):
 
 @pytest.mark.parametrize("size", [1, 3, 8])
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_hidden_states_are_held_as_far_as_a_decoding_press_says(size: int, wrapped: bool) -> None:
+def test_hidden_states_are_kept_for_the_interval_of_a_decoding_press(size: int, wrapped: bool) -> None:
     press = Newest()
     press.lengths = []
     inner = kvpress.ChunkKVPress(press, 5) if wrapped else press
@@ -185,21 +188,21 @@ def test_hidden_states_are_held_as_far_as_a_decoding_press_says(size: int, wrapp
     with schedule(model) as session:
         generate(model, tokens(1, 30), max_new_tokens=9)
     assert set(press.lengths) == {size}
-    held = [t for layer in session.cache.layers for o in layer.store.observers.values() for t in o.tensors()]
-    assert {tensor.shape[1] for tensor in held} == {size}
+    tensors = [t for layer in session.cache.layers for o in layer.store.observers.values() for t in o.tensors()]
+    assert {tensor.shape[1] for tensor in tensors} == {size}
 
 
 class Reversed(kvpress.SnapKVPress):
-    """A user's press on one of ours: `score` calls what it overrides."""
+    """Press of a user that derives from one of ours: its `score` calls the overridden one."""
 
     def score(self, *arguments: Any) -> Tensor:
         return -super().score(*arguments)
 
 
 class Renamed(kvpress.KnormPress):
-    """A user's press whose module says that it is ours."""
+    """Press of a user whose `__module__` is one of ours."""
 
-    def score(self, module: Any, hidden_states: Tensor, keys: Tensor, *rest: Any) -> Tensor:
+    def score(self, module: Any, hidden_states: Tensor, keys: Tensor, *arguments: Any) -> Tensor:
         assert hidden_states.shape[1] == keys.shape[2]
         return keys.norm(dim=-1)
 
@@ -207,7 +210,7 @@ class Renamed(kvpress.KnormPress):
 Renamed.__module__ = "kvpress.presses.renamed"
 
 
-def test_what_a_class_overrides_decides_and_not_where_it_was_written() -> None:
+def test_overrides_decide_and_not_the_module_of_a_class() -> None:
     model, ids = tiny_model("llama"), tokens(1, 40)
     stock = model(ids, use_cache=True).past_key_values
     with Renamed(0.5)(model):
@@ -224,15 +227,15 @@ def test_what_a_class_overrides_decides_and_not_where_it_was_written() -> None:
 
 def test_bare_keys_and_values_are_scored_as_ever() -> None:
     keys = torch.randn(2, 3, 10, 8)
-    found = kvpress.KnormPress(0.5).score(None, None, keys, keys, None, {})  # type: ignore[arg-type]
-    assert torch.equal(found, -keys.norm(dim=-1))
+    scores = kvpress.KnormPress(0.5).score(None, None, keys, keys, None, {})  # type: ignore[arg-type]
+    assert torch.equal(scores, -keys.norm(dim=-1))
     with pytest.raises(ValueError, match="use it inside `with press"):
         kvpress.SnapKVPress(0.5).score(None, None, keys.repeat(1, 1, 8, 1), keys.repeat(1, 1, 8, 1), None, {})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("spec", ["adakv(h2o:0.5,interval=3)", "knorm:0.5 + chunkkv(h2o:0.5):chunk_length=4",
                                   "decoding(pyramidkv:window_size=4):compression_interval=4,target_size=16"])  # fmt: skip
-def test_composed_rows_are_what_they_are_alone(spec: str) -> None:
+def test_composed_rows_equal_each_row_alone(spec: str) -> None:
     model, lengths = tiny_model("llama"), [40, 27]
     ids, mask = padded_batch(lengths)
     with kvpress.get_press(spec)(model):
@@ -241,5 +244,5 @@ def test_composed_rows_are_what_they_are_alone(spec: str) -> None:
         with kvpress.get_press(spec)(model):
             alone = generate(model, ids[row : row + 1, 40 - length :], max_new_tokens=10).past_key_values
         pads = 40 - length
-        for both, one in zip(kvpress.kept_positions(together), kvpress.kept_positions(alone), strict=True):
-            assert [(head - pads).tolist() for head in both[row]] == [head.tolist() for head in one[0]]
+        for joint, single in zip(kvpress.kept_positions(together), kvpress.kept_positions(alone), strict=True):
+            assert [(head - pads).tolist() for head in joint[row]] == [head.tolist() for head in single[0]]

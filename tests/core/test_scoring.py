@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores and choices of users' classes that cannot be meant are refused, with the place."""
+"""Invalid scores and choices of users' classes are refused, with their place."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.models import tiny_model, tokens
 
 @dataclass
 class Given(kvpress.ScorerPress):
-    """Scores by position, changed by `spoil`; `mask` changes what is chosen."""
+    """Scores by position, changed by `spoil`; `mask` changes the chosen pairs."""
 
     spoil: Callable[[Tensor, int], Any] = lambda scores, layer: scores
     mask: Callable[[Tensor], Any] = lambda mask: mask
@@ -36,7 +36,7 @@ class Given(kvpress.ScorerPress):
 
 @dataclass
 class GivenAsBefore(kvpress.ScorerPress):
-    """The same with the arguments of NVIDIA kvpress."""
+    """The same scores, with the arguments of NVIDIA kvpress."""
 
     spoil: Callable[[Tensor, int], Any] = lambda scores, layer: scores
 
@@ -45,7 +45,7 @@ class GivenAsBefore(kvpress.ScorerPress):
 
 
 def one_nan(scores: Tensor, layer: int) -> Tensor:
-    """Put NaN at one position of the second head of the second layer, in the last row."""
+    """Set NaN at one position of the second head of the second layer, in the last row."""
     scores = scores.clone()
     if layer == 1:
         scores[-1, 1, 5] = torch.nan
@@ -69,18 +69,18 @@ WRAPPERS = {
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 @pytest.mark.parametrize("kind", [Given, GivenAsBefore])
 def test_nan_is_named(kind: Any, wrap: Any) -> None:
-    """The message names the class, the layer, the row, the head and the token; padding on the left shifts no position."""
+    """The message names the class, layer, row, head and token; padding on the left does not shift positions."""
     with pytest.raises(FloatingPointError, match=f"{kind.__name__}, layer 1, row 1, head 1, position 5"):
         run(wrap(kind(0.5, spoil=one_nan)))
     mask = torch.ones(2, 16, dtype=torch.long)
-    mask[0, :3] = 0  # rows are then scored one by one, and the first one raises
+    mask[0, :3] = 0  # rows are then scored one by one, and the first row raises
     with pytest.raises(FloatingPointError, match=f"{kind.__name__}, layer 1, row 0, head 1, position 5"):
         run(wrap(kind(0.5, spoil=one_nan)), mask)
 
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_infinite_scores_are_an_order(sign: int) -> None:
-    """Pairs with inf stay, pairs with -inf go first."""
+    """Pairs scored inf stay; pairs scored -inf are evicted first."""
 
     def spoil(scores: Tensor, layer: int) -> Tensor:
         return scores.index_fill(-1, torch.tensor([3, 12]), sign * torch.inf)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A press in a file is the press, alone and as a part of others."""
+"""A press in a file equals the press, alone and inside others."""
 
 from __future__ import annotations
 

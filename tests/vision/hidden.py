@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A full reading with tokens hidden from some layers on, by plain attention: what handing on fewer tokens must give."""
+"""Reference of dropped tokens: a full reading that hides tokens from some layers on, by plain attention."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ NAME = "test_hidden"
 
 
 class Hidden:
-    """Attention over all tokens; `gone[layer] [B, T]` marks those of a prompt that a layer does not see.
+    """Attention over all tokens; `gone[layer]` `[B, T]` marks the tokens of a prompt that a layer does not see.
 
-    `decide`, where given, is asked after each layer of a prompt for those that the next one does not see, and handed the
-    layer's weights `[B, Hq, T, T]`. Generated tokens do not see in the layers from the first to the last of `cut` what
-    the layer behind does not see.
+    `decide`, if not None, is called after each layer of a prompt with the layer's weights `[B, Hq, T, T]`, and returns
+    the tokens hidden from the next layer. In the layers from the first to the last of `cut`, generated tokens do not
+    see tokens that are hidden from the layer behind.
     """
 
     def __init__(self, decide: Any = None, cut: tuple[int, int] = (0, -1)) -> None:
@@ -37,8 +37,8 @@ class Hidden:
             visible &= mask[:, None, :stored].bool()
         first, last = self.cut
         reading = length == stored
-        behind = not reading and first <= module.layer_idx <= last
-        gone = self.gone.get(last + 1 if behind else module.layer_idx)
+        past_drop = not reading and first <= module.layer_idx <= last
+        gone = self.gone.get(last + 1 if past_drop else module.layer_idx)
         if gone is not None:
             visible[..., : gone.shape[1]] &= ~gone[:, None]
         logits = (query @ key.mT * scaling).masked_fill(~visible[:, None], -math.inf)

@@ -44,12 +44,12 @@ TOWERS: dict[str, dict[str, Any]] = {
 }
 KINDS = list(TOWERS)
 SIZE = {"llava": 16}
-"""Tokens of an image of 16 x 16 points, where these are not 4."""
+"""Tokens of an image of 16 x 16 pixels, for models where these are not 4."""
 
 
 @cache
 def tiny_vlm(kind: str) -> Any:
-    """A random model of a kind, float32, in evaluation mode."""
+    """Return a random model of a kind, float32, in evaluation mode."""
     text = {**TEXT, **THREE_AXES} if kind.startswith("qwen") else dict(TEXT)
     settings: dict[str, Any] = {"image_token_id": IMAGE, "image_token_index": IMAGE}
     if kind == "llava":
@@ -68,28 +68,28 @@ def tiny_vlm(kind: str) -> Any:
 
 
 def image_batch(kind: str, rows: list[tuple[int, int]], seed: int = 0, video: bool = False) -> dict[str, Any]:
-    """Inputs of rows of so many tokens of text, an image (or a video of two frames) and so many more, padded on the left."""
+    """Return inputs padded on the left: rows of text, an image (or a video of two frames), and text."""
     size = SIZE.get(kind, 4) * (2 if video else 1) + (video and kind == "qwen3_vl")
     longest = max(map(sum, rows)) + size
     ids = torch.zeros(len(rows), longest, dtype=torch.long)
     mask = torch.zeros_like(ids)
-    for row, (before, behind) in enumerate(rows):
-        text = tokens(1, before + behind, seed + row)[0] % (IMAGE - 3) + 3
+    for row, (before, after) in enumerate(rows):
+        text = tokens(1, before + after, seed + row)[0] % (IMAGE - 3) + 3
         seen = torch.full((size,), VIDEO if video else IMAGE)
-        if video and kind == "qwen3_vl":  # which tells the time of every frame in words
+        if video and kind == "qwen3_vl":  # writes the time of every frame in words
             seen[size // 2] = text[0]
-        own = torch.cat([text[:before], seen, text[before:]])
-        ids[row, longest - len(own) :], mask[row, longest - len(own) :] = own, 1
+        prompt = torch.cat([text[:before], seen, text[before:]])
+        ids[row, longest - len(prompt) :], mask[row, longest - len(prompt) :] = prompt, 1
     return {"input_ids": ids, "attention_mask": mask, **pixels(kind, ids, video, seed)}
 
 
 def pixels(kind: str, ids: Tensor, video: bool = False, seed: int = 0) -> dict[str, Any]:
-    """What a model wants beside ids with one image in every row."""
-    drawn, seen = torch.Generator().manual_seed(seed), ((ids == IMAGE) + 2 * (ids == VIDEO)).int()
+    """Return the inputs of a model beside ids, with one image in every row."""
+    generator, seen = torch.Generator().manual_seed(seed), ((ids == IMAGE) + 2 * (ids == VIDEO)).int()
     if not kind.startswith("qwen"):
         types = {"token_type_ids": seen.long()} if kind == "gemma3" else {}
-        return {"pixel_values": torch.randn(len(ids), 3, 16, 16, generator=drawn), **types}
-    patches = torch.randn(len(ids) * 16 * (2 if video else 1), 3 * 2 * 4 * 4, generator=drawn)
+        return {"pixel_values": torch.randn(len(ids), 3, 16, 16, generator=generator), **types}
+    patches = torch.randn(len(ids) * 16 * (2 if video else 1), 3 * 2 * 4 * 4, generator=generator)
     name = ("pixel_values_videos", "video_grid_thw") if video else ("pixel_values", "image_grid_thw")
     grid = torch.tensor([[2 if video else 1, 4, 4]] * len(ids))
     return {name[0]: patches, name[1]: grid, "mm_token_type_ids": seen}

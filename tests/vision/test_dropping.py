@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Image tokens that later layers are not handed: as a full reading that hides them from these layers, at their positions."""
+"""Image tokens that later layers skip: equal to a full reading that hides them from these layers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SPEC = " ".join(f"{first}:{end}" for first, end in RANGES)
 
 
 def inputs_of(kind: str) -> tuple[Any, dict[str, Any], Tensor]:
-    """A model, what it is given and which columns are images, of a batch of three rows, two of them padded."""
+    """Return a model, its inputs and the columns of images, for a batch of three rows, two of them padded."""
     if kind in VISION:
         model, inputs = tiny_vlm(kind), image_batch(kind, [(5, 12), (4, 8), (0, 3)])
         return model, inputs, inputs["input_ids"] == IMAGE
@@ -44,35 +44,35 @@ def inputs_of(kind: str) -> tuple[Any, dict[str, Any], Tensor]:
 
 
 def following(model: Any, mask: Tensor) -> Tensor:
-    """Positions of the newest tokens."""
+    """Return positions of the newest tokens."""
     at, deltas = (mask.sum(dim=1) - 1)[:, None], getattr(model.base_model, "rope_deltas", None)
     return at if deltas is None else (at + deltas).expand(3, -1, -1)
 
 
 def read(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, DynamicCache]:
-    """Logits of a prompt and of some tokens behind it, and the cache."""
+    """Return logits of a prompt and of some tokens behind it, and the cache."""
     cache, mask = DynamicCache(config=model.config), inputs["attention_mask"]
     new = tokens(len(mask), STEPS, seed=9) % (IMAGE - 3) + 3
     with torch.no_grad():
-        prompt, found = model(**inputs, past_key_values=cache).logits, []
+        prompt, decoded = model(**inputs, past_key_values=cache).logits, []
         for step in range(STEPS):
             grown = grow(mask, step + 1)
             at = following(model, grown)
-            given = {"attention_mask": grown, "position_ids": at, "past_key_values": cache}
-            found.append(model(input_ids=new[:, step : step + 1], **given).logits)
-    return prompt, torch.cat(found, dim=1), cache
+            step_inputs = {"attention_mask": grown, "position_ids": at, "past_key_values": cache}
+            decoded.append(model(input_ids=new[:, step : step + 1], **step_inputs).logits)
+    return prompt, torch.cat(decoded, dim=1), cache
 
 
 def fastv(free: Tensor, layer: int, ratio: float) -> Any:
-    """What FastV hides behind a layer, by plain code."""
+    """Return the tokens that FastV hides behind a layer, by plain code."""
 
     def decide(after: int, weights: Tensor, gone: Tensor | None) -> Tensor:
         if after != layer:
             return torch.zeros_like(free) if gone is None else gone
         hidden = free.clone()
         for row, worth in enumerate(weights.mean(dim=1)[:, -1]):
-            own = free[row].nonzero().flatten()
-            best = own[worth[own].argsort(descending=True)[: int(len(own) * (1 - ratio))]]
+            image_columns = free[row].nonzero().flatten()
+            best = image_columns[worth[image_columns].argsort(descending=True)[: int(len(image_columns) * (1 - ratio))]]
             hidden[row, best] = False
         return hidden
 
@@ -80,16 +80,16 @@ def fastv(free: Tensor, layer: int, ratio: float) -> Any:
 
 
 def must_drop(free: Tensor, real: Tensor, layers: tuple[int, ...], all_below: float, each_below: float) -> Any:
-    """What MustDrop hides behind some layers, token by token."""
+    """Return the tokens that MustDrop hides behind some layers, token by token."""
 
     def decide(after: int, weights: Tensor, gone: Tensor | None) -> Tensor:
         hidden = torch.zeros_like(free) if gone is None else gone.clone()
         for row in range(len(free)) if after in layers else ():
             text = (real[row] & ~free[row]).nonzero().flatten().tolist()
-            left = (free[row] & ~hidden[row]).nonzero().flatten().tolist()
+            remaining = (free[row] & ~hidden[row]).nonzero().flatten().tolist()
             paid = weights[row].mean(dim=0)
-            total = sum(float(paid[t, j]) for t in text for j in left)
-            for j in left:
+            total = sum(float(paid[t, j]) for t in text for j in remaining)
+            for j in remaining:
                 few = sum(float(paid[t, j]) for t in text) < all_below * total
                 hidden[row, j] = few and max(float(paid[t, j]) for t in text) < each_below
         return hidden
@@ -98,35 +98,35 @@ def must_drop(free: Tensor, real: Tensor, layers: tuple[int, ...], all_below: fl
 
 
 def agree(kind: str, spec: str, decide: Any, cut: tuple[int, int] = (0, -1)) -> tuple[Any, DynamicCache, Hidden]:
-    """Compare a press with the full reading that hides what `decide` says."""
+    """Compare a press with the full reading that hides the tokens that `decide` returns."""
     model, inputs, free = inputs_of(kind)
     hidden = Hidden(decide(free), cut)
     with hidden.on(model):
         prompt, further, _ = read(model, inputs)
     before = fingerprint(model)
     with kvpress.get_press(spec)(model):
-        found, behind, cache = read(model, inputs)
+        logits, decoded, cache = read(model, inputs)
     text = inputs["attention_mask"].bool() & ~free
-    torch.testing.assert_close(found[text], prompt[text], atol=2e-4, rtol=1e-3)
-    torch.testing.assert_close(behind, further, atol=2e-4, rtol=1e-3)
+    torch.testing.assert_close(logits[text], prompt[text], atol=2e-4, rtol=1e-3)
+    torch.testing.assert_close(decoded, further, atol=2e-4, rtol=1e-3)
     assert fingerprint(model) == before
     return model, cache, hidden
 
 
 def holds(cache: DynamicCache, kind: str, gone: list[Tensor | None]) -> None:
-    """Every layer holds the pairs of the tokens that were not gone, and nothing else; padding may be there or not."""
+    """Check that every layer holds the pairs of the tokens that were not gone, and no others; padding may be there."""
     _, inputs, free = inputs_of(kind)
     real, newest = inputs["attention_mask"].bool(), [*range(free.shape[1], free.shape[1] + STEPS)]
     for layer, hidden in zip(positions(cache), gone, strict=True):
         for row, heads in enumerate(layer):
             stays = real[row] if hidden is None else real[row] & ~hidden[row]
-            own = [*stays.nonzero().flatten().tolist(), *newest]
+            expected = [*stays.nonzero().flatten().tolist(), *newest]
             pads = int((~real[row]).sum())
-            assert [[at for at in head if at >= pads] for head in heads] == [own] * len(heads)
+            assert [[at for at in head if at >= pads] for head in heads] == [expected] * len(heads)
 
 
 @pytest.mark.parametrize("kind", [*TEXT, *VISION])
-def test_fastv_is_a_full_reading_that_hides_what_the_last_token_looks_at_least(kind: str) -> None:
+def test_fastv_is_a_full_reading_that_hides_tokens_of_least_attention(kind: str) -> None:
     spec = "fastv:0.6,layer=1" + ("" if kind in VISION else f",tokens={SPEC}")
     _, cache, hidden = agree(kind, spec, lambda free: fastv(free, 1, 0.6))
     holds(cache, kind, [None, None, *(hidden.gone[layer] for layer in range(2, len(cache.layers)))])
@@ -134,7 +134,7 @@ def test_fastv_is_a_full_reading_that_hides_what_the_last_token_looks_at_least(k
 
 @pytest.mark.parametrize("kind", ["granite", *VISION])
 @pytest.mark.parametrize("all_below", [0.3, 1.0])
-def test_must_drop_is_a_full_reading_that_hides_what_no_text_looks_at(kind: str, all_below: float) -> None:
+def test_must_drop_is_a_full_reading_that_hides_tokens_unattended_by_text(kind: str, all_below: float) -> None:
     _, inputs, free = inputs_of(kind)
     layers = (0, 1) if kind == "granite" else (0, 2)
     spec = f"must_drop:all_below={all_below},each_below=0.25,layers={layers}".replace(" ", "")
@@ -151,23 +151,23 @@ def test_thresholds_that_drop_nothing_and_key_tokens() -> None:
     model, inputs, free = inputs_of("llava")
     plain = read(model, inputs)
     with kvpress.get_press("must_drop:layers=(0,1)")(model):
-        found = read(model, inputs)
-    assert torch.equal(found[0], plain[0])
+        outputs = read(model, inputs)
+    assert torch.equal(outputs[0], plain[0])
     keys = kvpress.get_press("protect(must_drop:each_below=1.0,layers=(0,1)):tokens=6:8")
     with keys(model):
         cache = read(model, inputs)[2]
     for layer in positions(cache):
         for row, heads in enumerate(layer):
             pads = int((1 - inputs["attention_mask"][row]).sum())
-            left = set(free[row].nonzero().flatten().tolist())
-            assert all(left & set(head) == {pads + 6, pads + 7} for head in heads)
+            remaining = set(free[row].nonzero().flatten().tolist())
+            assert all(remaining & set(head) == {pads + 6, pads + 7} for head in heads)
 
 
 def test_later_layers_compute_nothing_of_dropped_tokens() -> None:
     model, inputs, free = inputs_of("llava")
     lengths: list[int] = []
     handles = [
-        layer.mlp.register_forward_pre_hook(lambda _, given: lengths.append(given[0].shape[1]))
+        layer.mlp.register_forward_pre_hook(lambda _, inputs_of_mlp: lengths.append(inputs_of_mlp[0].shape[1]))
         for layer in model.get_decoder().layers
     ]
     with kvpress.get_press("fastv:0.5,layer=1")(model), torch.no_grad():
@@ -186,22 +186,22 @@ BESIDE = [
 ]
 
 
-@pytest.mark.parametrize("other", BESIDE)
+@pytest.mark.parametrize("composed", BESIDE)
 @pytest.mark.parametrize("kind", ["llama", "qwen2_5_vl"])
-def test_a_padded_row_equals_that_row_alone_beside_other_presses(kind: str, other: str) -> None:
+def test_a_padded_row_equals_that_row_alone_beside_other_presses(kind: str, composed: str) -> None:
     model, inputs, _ = inputs_of(kind)
-    spec = f"fastv:0.6,layer=1 + {other}" if kind in VISION else f"fastv:0.6,layer=1,tokens={SPEC} + {other}"
+    spec = f"fastv:0.6,layer=1 + {composed}" if kind in VISION else f"fastv:0.6,layer=1,tokens={SPEC} + {composed}"
     inputs.pop("position_ids", None)
     settings = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
     with kvpress.get_press(spec)(model):
         together = model.generate(**inputs, **settings)
-        held = positions(together.past_key_values)
+        together_kept = positions(together.past_key_values)
         for row in range(3):
-            one = model.generate(**row_of(inputs, row, kind), **settings)
-            assert torch.equal(one.sequences[0, -8:], together.sequences[row, -8:])
+            alone = model.generate(**row_of(inputs, row, kind), **settings)
+            assert torch.equal(alone.sequences[0, -8:], together.sequences[row, -8:])
             pads = int((1 - inputs["attention_mask"][row]).sum())
-            for layer, own in zip(held, positions(one.past_key_values), strict=True):
-                assert [[at - pads for at in head if at >= pads] for head in layer[row]] == own[0]
+            for layer, kept in zip(together_kept, positions(alone.past_key_values), strict=True):
+                assert [[at - pads for at in head if at >= pads] for head in layer[row]] == kept[0]
     report = kvpress.memory_report(together.past_key_values)
     assert report.kept < report.seen
 
@@ -212,9 +212,9 @@ def test_nothing_dropped_is_bit_for_bit_the_plain_reading() -> None:
     for spec in ("fastv:0.0", "protect(fastv:0.5):tokens=0:30"):
         ids = {name: value[:1] for name, value in inputs.items()}
         with kvpress.get_press(spec)(model):
-            found = read(model, ids)[0]
+            logits = read(model, ids)[0]
         with torch.no_grad():
-            assert torch.equal(found, model(**ids).logits)
+            assert torch.equal(logits, model(**ids).logits)
     assert plain[0].shape[1] == inputs["input_ids"].shape[1]
 
 
@@ -248,27 +248,27 @@ def test_a_cache_with_images_goes_on_from_a_file_and_as_a_tuple(spec: str, tmp_p
         kvpress.save(cache, tmp_path / "images.kv", model, press)
         loaded = kvpress.load(tmp_path / "images.kv", model)
         mask, new = grow(inputs["attention_mask"], 1), tokens(3, 1, seed=3) % IMAGE
-        given = {"input_ids": new, "attention_mask": mask}
-        found, direct = (model(**given, past_key_values=one).logits for one in (loaded, cache))
-    assert torch.equal(found, direct)
+        inputs_of_turn = {"input_ids": new, "attention_mask": mask}
+        resumed, direct = (model(**inputs_of_turn, past_key_values=stored).logits for stored in (loaded, cache))
+    assert torch.equal(resumed, direct)
     assert positions(loaded) == positions(cache)
 
 
-def test_beams_copies_and_files_go_on_from_what_is_left(tmp_path: Path) -> None:
+def test_beams_copies_and_files_go_on_from_the_remaining_tokens(tmp_path: Path) -> None:
     model, inputs, _ = inputs_of("llama")
     press = kvpress.get_press(f"fastv:0.5,layer=0,tokens={SPEC}")
     settings = {"max_new_tokens": 6, "do_sample": False}
-    one = {name: value[:1] for name, value in inputs.items() if name != "position_ids"}
+    first_row = {name: value[:1] for name, value in inputs.items() if name != "position_ids"}
     with press(model), torch.no_grad():
         cache = DynamicCache(config=model.config)
-        model(**one, past_key_values=cache)
+        model(**first_row, past_key_values=cache)
         kvpress.save(cache, tmp_path / "prompt.kv", model, press)
-        longer = torch.cat([one["input_ids"], tokens(1, 3, seed=8)], dim=1)
+        longer = torch.cat([first_row["input_ids"], tokens(1, 3, seed=8)], dim=1)
         direct = model.generate(longer, past_key_values=copy.deepcopy(cache), **settings)
         loaded = kvpress.load(tmp_path / "prompt.kv", model)
         assert torch.equal(model.generate(longer, past_key_values=loaded, **settings), direct)
-        beams = model.generate(**one, num_beams=2, **settings)
-        assert beams.shape[1] == one["input_ids"].shape[1] + 6
+        beams = model.generate(**first_row, num_beams=2, **settings)
+        assert beams.shape[1] == first_row["input_ids"].shape[1] + 6
 
 
 SHORT = "fastv:0.5,layer=0,tokens=2:5"
@@ -309,20 +309,20 @@ def test_a_prompt_without_images_is_read_whole_with_a_warning() -> None:
 
 @pytest.mark.parametrize("build", [sdpa_mask, eager_mask])
 def test_a_mask_of_some_tokens_is_that_of_all_at_their_places(build: Any) -> None:
-    """Masks that are more than causal are gathered, so that places in the whole prompt count."""
+    """Masks that are more than causal are gathered, so that positions in the whole prompt count."""
     real = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 1]], dtype=torch.bool)
 
     def near(batch: Any, head: Any, query: Any, key: Any) -> Any:
         return causal_mask_function(batch, head, query, key) & (query - key < 4)
 
-    given = {"batch_size": 2, "q_length": 8, "kv_length": 8, "q_offset": 0, "kv_offset": 0, "attention_mask": real}
-    given |= {"dtype": torch.float32, "mask_function": near}
-    whole = PressMask(real, given, build).native(8)
-    index, left = torch.tensor([[0, 2, 5, 6, 7], [0, 1, 3, 4, 7]]), torch.tensor([[0, 1, 1, 1, 1], [1] * 5]).bool()
-    found = PressMask(real, given, build).of_tokens(index, left).native(5)
-    assert found.shape == (2, 1, 5, 5)
+    arguments = {"batch_size": 2, "q_length": 8, "kv_length": 8, "q_offset": 0, "kv_offset": 0, "attention_mask": real}
+    arguments |= {"dtype": torch.float32, "mask_function": near}
+    full = PressMask(real, arguments, build).native(8)
+    index, remaining = torch.tensor([[0, 2, 5, 6, 7], [0, 1, 3, 4, 7]]), torch.tensor([[0, 1, 1, 1, 1], [1] * 5]).bool()
+    gathered = PressMask(real, arguments, build).of_tokens(index, remaining).native(5)
+    assert gathered.shape == (2, 1, 5, 5)
     for row in range(2):
-        at = index[row][left[row]]
-        assert torch.equal(found[row, 0][left[row]][:, left[row]], whole[row, 0][at][:, at])
-    hidden = False if found.dtype == torch.bool else torch.finfo(found.dtype).min
-    assert bool((found[0, 0, 1:, 0] == hidden).all())
+        at = index[row][remaining[row]]
+        assert torch.equal(gathered[row, 0][remaining[row]][:, remaining[row]], full[row, 0][at][:, at])
+    hidden = False if gathered.dtype == torch.bool else torch.finfo(gathered.dtype).min
+    assert bool((gathered[0, 0, 1:, 0] == hidden).all())

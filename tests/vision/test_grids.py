@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where image tokens stand in their pictures, as presses are told it, and chunks of videos that are counted in frames."""
+"""Cells of image tokens in their pictures, as presses get them, and chunks of videos counted in frames."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from tests.vision.test_reading import ROWS, read
 FRAMES = 6
 
 
-def told(cache: DynamicCache) -> SpanTracker:
-    """What the first layer knows of the tokens."""
-    found: SpanTracker = next(layer.store for layer in cache.layers if hasattr(layer, "store")).observers[SPANS]
-    return found
+def tracker_of(cache: DynamicCache) -> SpanTracker:
+    """Return the cells that the first layer records for its tokens."""
+    tracker: SpanTracker = next(layer.store for layer in cache.layers if hasattr(layer, "store")).observers[SPANS]
+    return tracker
 
 
 def of_video(kind: str, rows: list[tuple[int, int]], grids: list[tuple[int, int, int]]) -> dict[str, Any]:
-    """Inputs of rows of so much text, a video of a grid of tokens and so much text, padded on the left."""
-    longest, found = 0, []
-    for number, ((before, behind), (frames, height, width)) in enumerate(zip(rows, grids, strict=True)):
-        text = tokens(1, before + behind, number)[0] % (IMAGE - 3) + 3
+    """Return inputs padded on the left: rows of text, a video with a grid of tokens, and text."""
+    longest, prompts = 0, []
+    for number, ((before, after), (frames, height, width)) in enumerate(zip(rows, grids, strict=True)):
+        text = tokens(1, before + after, number)[0] % (IMAGE - 3) + 3
         frame = torch.full((height * width,), VIDEO)
         timed = [torch.tensor([7, FIRST]), frame, torch.tensor([LAST])] if kind == "qwen3_vl" else [frame]
-        found.append(torch.cat([text[:before], *(timed * frames), text[before:]]))
-        longest = max(longest, len(found[-1]))
-    ids = torch.stack([torch.cat([own.new_zeros(longest - len(own)), own]) for own in found])
-    mask = torch.stack([(torch.arange(longest) >= longest - len(own)).long() for own in found])
+        prompts.append(torch.cat([text[:before], *(timed * frames), text[before:]]))
+        longest = max(longest, len(prompts[-1]))
+    ids = torch.stack([torch.cat([prompt.new_zeros(longest - len(prompt)), prompt]) for prompt in prompts])
+    mask = torch.stack([(torch.arange(longest) >= longest - len(prompt)).long() for prompt in prompts])
     grid = torch.tensor(grids) * torch.tensor([1, 2, 2])
     patches = torch.randn(int(grid.prod(dim=1).sum()), 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(1))
     types = 2 * (ids == VIDEO).int()
@@ -48,14 +48,14 @@ def of_video(kind: str, rows: list[tuple[int, int]], grids: list[tuple[int, int,
 
 
 def cells_by_hand(ids: Tensor, grids: list[tuple[int, int, int]], token: int) -> list[list[list[int]]]:
-    """Picture, frame, row and column of every token, counted one token at a time; one picture in every row."""
-    found = []
+    """Return picture, frame, row and column of every token, counted one token at a time; one picture in every row."""
+    cells = []
     for row, (frames, height, width) in zip(ids.tolist(), grids, strict=True):
         places = iter([[f, r, c] for f in range(frames) for r in range(height) for c in range(width)])
         first = row.index(token)
-        found.append([[first, *next(places)] if own == token else [-1] * 4 for own in row])
+        cells.append([[first, *next(places)] if numbers == token else [-1] * 4 for numbers in row])
         assert next(places, None) is None
-    return found
+    return cells
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
@@ -63,14 +63,14 @@ def test_a_video_s_tokens_have_the_frame_row_and_column_of_its_grid(kind: str) -
     grids = [(3, 2, 4), (2, 3, 1)]
     inputs = of_video(kind, ROWS, grids)
     cache = read(tiny_vlm(kind), "vision(knorm:0.5)", inputs)
-    assert told(cache).cells.tolist() == cells_by_hand(inputs["input_ids"], grids, VIDEO)
+    assert tracker_of(cache).cells.tolist() == cells_by_hand(inputs["input_ids"], grids, VIDEO)
 
 
 @pytest.mark.parametrize(("kind", "side"), [("llava", 4), ("gemma3", 2), ("qwen2_vl", 2)])
 def test_an_image_has_the_grid_of_the_call_or_of_the_configuration(kind: str, side: int) -> None:
     inputs = image_batch(kind, ROWS)
     cache = read(tiny_vlm(kind), "vision(knorm:0.5)", inputs)
-    assert told(cache).cells.tolist() == cells_by_hand(inputs["input_ids"], [(1, side, side)] * 2, IMAGE)
+    assert tracker_of(cache).cells.tolist() == cells_by_hand(inputs["input_ids"], [(1, side, side)] * 2, IMAGE)
 
 
 def test_adjacent_images_are_two_and_grids_go_by_row_and_kind() -> None:
@@ -90,7 +90,7 @@ def test_adjacent_images_are_two_and_grids_go_by_row_and_kind() -> None:
     [[], [Grid(1, 2, 2)], [Grid(1, 2, 4), Grid(1, 0, 2)], [Grid(1, 1, 3), Grid(1, 1, 5)]],
     ids=["none", "too few", "empty", "across rows"],
 )
-def test_of_grids_that_do_not_agree_with_the_tokens_nothing_is_told(grids: list[Grid]) -> None:
+def test_grids_that_do_not_agree_with_the_tokens_are_ignored(grids: list[Grid]) -> None:
     assert (lay_out(torch.tensor([[9, 9, 9, 9], [9, 9, 9, 9]]), {9: grids}, 0) == -1).all()
 
 
@@ -99,44 +99,44 @@ def test_cells_follow_tokens_that_come_go_and_are_copied(tmp_path: Path) -> None
     cache, length = DynamicCache(config=model.config), first["input_ids"].shape[1]
     with kvpress.get_press("vision(knorm:0.0)")(model), torch.no_grad():
         model(**first, past_key_values=cache)
-        before = told(cache).cells.clone()
+        before = tracker_of(cache).cells.clone()
         new, mask = second.pop("input_ids"), second.pop("attention_mask")
         grown = torch.cat([first["attention_mask"], torch.ones_like(mask)], dim=1)
         model(new, attention_mask=grown, past_key_values=cache, **second)
-    cells = told(cache).cells
+    cells = tracker_of(cache).cells
     assert torch.equal(cells[:, :length], before)
     assert cells[0, length:, 0].tolist() == [-1, *[length + 1] * 16, -1, -1]
     assert cells[0, length + 6].tolist() == [length + 1, 0, 1, 1]
-    other = copy.deepcopy(told(cache))
-    other.crop(new.shape[1] + 4)
-    assert torch.equal(other.cells, before[:, :-4])
-    other.select_rows(torch.tensor([1, 1, 0]))
-    assert torch.equal(other.cells, before[[1, 1, 0], :-4])
+    twin = copy.deepcopy(tracker_of(cache))
+    twin.crop(new.shape[1] + 4)
+    assert torch.equal(twin.cells, before[:, :-4])
+    twin.select_rows(torch.tensor([1, 1, 0]))
+    assert torch.equal(twin.cells, before[[1, 1, 0], :-4])
     kvpress.save(cache, tmp_path / "cache", model)
-    assert torch.equal(told(kvpress.load(tmp_path / "cache", model)).cells, cells)
+    assert torch.equal(tracker_of(kvpress.load(tmp_path / "cache", model)).cells, cells)
 
 
 @pytest.mark.parametrize("settings", [{}, {"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}])
 def test_generate_which_reads_pictures_ahead_tells_the_same(settings: dict[str, Any]) -> None:
     model, inputs = tiny_vlm("qwen2_5_vl"), of_video("qwen2_5_vl", ROWS, [(3, 2, 4), (2, 3, 1)])
-    expected = told(read(model, "vision(knorm:0.5)", inputs)).cells.repeat_interleave(2 if settings else 1, dim=0)
+    expected = tracker_of(read(model, "vision(knorm:0.5)", inputs)).cells.repeat_interleave(2 if settings else 1, dim=0)
     settings = {**settings, "suppress_tokens": [IMAGE, VIDEO], "return_dict_in_generate": True}
     with kvpress.get_press("vision(knorm:0.5)")(model):
-        found = told(model.generate(**inputs, max_new_tokens=3, **settings).past_key_values).cells
+        cells = tracker_of(model.generate(**inputs, max_new_tokens=3, **settings).past_key_values).cells
     length = expected.shape[1]
-    assert torch.equal(found[:, :length], expected)
-    assert (found[:, length:] == -1).all()
-    assert found.shape[1] == length + 2
+    assert torch.equal(cells[:, :length], expected)
+    assert (cells[:, length:] == -1).all()
+    assert cells.shape[1] == length + 2
 
 
 def chunked_by_hand(grid: tuple[int, int, int], frames: int, pool: int, dense: set[int]) -> list[int]:
-    """How many tokens each pair that is left of a video stands for, where some chunks of it stay."""
+    """Return the number of tokens that each remaining pair of a video stands for, where some chunks stay dense."""
     count, size = grid[0], grid[1] * grid[2]
-    found = []
+    sizes = []
     for frame in range(count):
-        whole = frame // frames in dense
-        found += [1] * size if whole else [min(pool, size - at) for at in range(0, size, pool)]
-    return found
+        dense_frame = frame // frames in dense
+        sizes += [1] * size if dense_frame else [min(pool, size - at) for at in range(0, size, pool)]
+    return sizes
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
@@ -148,27 +148,27 @@ def test_chunks_are_whole_frames_and_windows_stay_in_one(kind: str) -> None:
         for layer in cache.layers:
             part = layer.store.dense
             for stream in range(4):
-                row, own = stream // 2, part.layout.rows(stream)
+                row, stored = stream // 2, part.layout.rows(stream)
                 pads = int((1 - inputs["attention_mask"][row]).sum())
-                slots = part.slots()[own]
+                slots = part.slots()[stored]
                 video = inputs["input_ids"][row, slots] == VIDEO
-                weighs = part.log_weight[own].float().exp().round().int()
+                weighs = part.log_weight[stored].float().exp().round().int()
                 assert weighs[video].tolist() == chunked_by_hand(grids[row], 2, 3, stay[row])
                 text = (inputs["input_ids"][row] != VIDEO).sum() - pads
                 assert weighs[~video].tolist() == [1] * int(text)
 
 
-def test_where_no_grid_is_known_tokens_are_counted_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_grid_tokens_are_counted_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = tiny_vlm("llava"), image_batch("llava", ROWS)
-    rest = "dense=0.5,chunk=4,pool=2,window_size=4"
+    settings = "dense=0.5,chunk=4,pool=2,window_size=4"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        plain = kvpress.kept_positions(read(model, f"video_xl2:{rest}", inputs))
-        read(model, f"video_xl2:frames=1,{rest}", inputs)
+        plain = kvpress.kept_positions(read(model, f"video_xl2:{settings}", inputs))
+        read(model, f"video_xl2:frames=1,{settings}", inputs)
     monkeypatch.setattr("kvpress.hf.grids.image_side", lambda config: 0)
-    with pytest.warns(RuntimeWarning, match=r"frames=1 .* chunks of chunk=4 tokens") as said:
-        found = kvpress.kept_positions(read(model, f"video_xl2:frames=1,{rest}", inputs))
-    assert len([one for one in said if "frames" in str(one.message)]) == 1
-    for layer, own in zip(found, plain, strict=True):
-        for row, expected in zip(layer, own, strict=True):
-            assert all(torch.equal(one, other) for one, other in zip(row, expected, strict=True))
+    with pytest.warns(RuntimeWarning, match=r"frames=1 .* chunks of chunk=4 tokens") as warned:
+        fallback = kvpress.kept_positions(read(model, f"video_xl2:frames=1,{settings}", inputs))
+    assert len([first for first in warned if "frames" in str(first.message)]) == 1
+    for layer, layer_plain in zip(fallback, plain, strict=True):
+        for row, expected in zip(layer, layer_plain, strict=True):
+            assert all(torch.equal(first, second) for first, second in zip(row, expected, strict=True))

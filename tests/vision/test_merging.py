@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Image tokens that are merged before the first layer: as a full reading with the means, which hides the others everywhere."""
+"""Image tokens that are merged before the first layer: equal to a full reading with the means that hides the others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS = ["llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 
 
 def inputs_of(kind: str) -> tuple[dict[str, Any], list[list[list[int]]]]:
-    """A batch of two rows, one of them padded, and where its image tokens lie."""
+    """A batch of two rows, one of them padded, and the cells of its image tokens."""
     if kind == "llava":
         inputs = image_batch(kind, ROWS)
         return inputs, cells_by_hand(inputs["input_ids"], [(1, 4, 4)] * 2, IMAGE)
@@ -36,43 +36,49 @@ def inputs_of(kind: str) -> tuple[dict[str, Any], list[list[list[int]]]]:
 
 
 def embedded(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """What the decoder of a model is given with a prompt."""
-    found: dict[str, Any] = {}
-    handle = model.get_decoder().register_forward_pre_hook(lambda _, args, given: found.update(given), with_kwargs=True)
+    """Return the arguments of a model's decoder for a prompt."""
+    captured: dict[str, Any] = {}
+    handle = model.get_decoder().register_forward_pre_hook(
+        lambda _, args, arguments: captured.update(arguments), with_kwargs=True
+    )
     with torch.no_grad():
         model(**inputs)
     handle.remove()
-    return found
+    return captured
 
 
 def squares(cells: list[list[list[int]]], window: int) -> list[tuple[int, list[int]]]:
-    """Row and columns of the tokens of every square, one token at a time."""
-    found: dict[Any, list[int]] = defaultdict(list)
-    for row, own in enumerate(cells):
-        for at, (picture, frame, down, right) in enumerate(own):
+    """Return row and columns of the tokens of every square, one token at a time."""
+    groups: dict[Any, list[int]] = defaultdict(list)
+    for row, row_cells in enumerate(cells):
+        for at, (picture, frame, down, right) in enumerate(row_cells):
             if picture >= 0:
-                found[row, picture, frame, down // window, right // window].append(at)
-    return [(key[0], columns) for key, columns in found.items()]
+                groups[row, picture, frame, down // window, right // window].append(at)
+    return [(key[0], columns) for key, columns in groups.items()]
 
 
 def alike(states: Tensor, row: int, columns: list[int]) -> float:
-    """The mean cosine between different tokens of a square."""
+    """Return the mean cosine between different tokens of a square."""
     pairs = list(itertools.permutations(columns, 2))
     cosine = [torch.nn.functional.cosine_similarity(states[row, a], states[row, b], dim=0) for a, b in pairs]
     return float(sum(cosine)) / max(1, len(pairs))
 
 
 class Merging:
-    """What `merge` does to a prompt, by plain code; at a threshold that about half of the squares reach."""
+    """Reference of `merge` by plain code, at a threshold that about half of the squares reach."""
 
     def __init__(self, kind: str, window: int) -> None:
         self.model = tiny_vlm(kind)
         self.inputs, cells = inputs_of(kind)
         states = embedded(self.model, self.inputs)["inputs_embeds"]
         several = [square for square in squares(cells, window) if len(square[1]) > 1]
-        found = sorted(alike(states, *square) for square in several)
-        at = next(i for i in range(len(found) // 2, len(found)) if found[i - 1] >= 0 and found[i] - found[i - 1] > 1e-3)
-        self.threshold = (found[at - 1] + found[at]) / 2
+        similarities = sorted(alike(states, *square) for square in several)
+        at = next(
+            i
+            for i in range(len(similarities) // 2, len(similarities))
+            if similarities[i - 1] >= 0 and similarities[i] - similarities[i - 1] > 1e-3
+        )
+        self.threshold = (similarities[at - 1] + similarities[at]) / 2
         self.merged = [square for square in several if alike(states, *square) > self.threshold]
         self.gone = torch.zeros(states.shape[:2], dtype=torch.bool)
         for row, columns in self.merged:
@@ -86,23 +92,23 @@ class Merging:
             states[row, columns[len(columns) // 2]] = states[row, columns].mean(dim=0)
         return states
 
-    def replace(self, decoder: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Hook before the decoder: put means into what it is given of a prompt."""
+    def replace(self, decoder: Any, args: Any, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Hook before the decoder: replace embeddings of a prompt by means."""
         del decoder
-        if given["inputs_embeds"].shape[1] != self.gone.shape[1]:
-            return args, given
-        given = {**given, "inputs_embeds": self.means(given["inputs_embeds"])}
-        if given.get("deepstack_visual_embeds"):
-            visual, deep = given["visual_pos_masks"], []
-            for each in given["deepstack_visual_embeds"]:
-                whole = torch.zeros(*visual.shape, each.shape[-1])
-                whole[visual] = each
-                deep.append(self.means(whole)[visual])
-            given["deepstack_visual_embeds"] = deep
-        return args, given
+        if arguments["inputs_embeds"].shape[1] != self.gone.shape[1]:
+            return args, arguments
+        arguments = {**arguments, "inputs_embeds": self.means(arguments["inputs_embeds"])}
+        if arguments.get("deepstack_visual_embeds"):
+            visual, deep = arguments["visual_pos_masks"], []
+            for features in arguments["deepstack_visual_embeds"]:
+                spread = torch.zeros(*visual.shape, features.shape[-1])
+                spread[visual] = features
+                deep.append(self.means(spread)[visual])
+            arguments["deepstack_visual_embeds"] = deep
+        return args, arguments
 
     def read(self, decide: Any = None, cut: tuple[int, int] = (0, -1)) -> tuple[Tensor, Tensor, Hidden]:
-        """Read a prompt and some tokens behind it with plain attention that does not see what went."""
+        """Read a prompt and some tokens behind it with plain attention that hides merged tokens."""
         layers = len(self.model.get_decoder().layers)
         hidden = Hidden(decide, cut)
         hidden.gone = dict.fromkeys(range(layers + 1), self.gone)
@@ -113,7 +119,7 @@ class Merging:
         return prompt, further, hidden
 
     def compare(self, spec: str, expected: tuple[Tensor, Tensor, Hidden]) -> DynamicCache:
-        """Compare what a press gives with the full reading, where anything is computed."""
+        """Compare a press with the full reading, for all tokens that are computed."""
         before = fingerprint(self.model)
         with kvpress.get_press(spec)(self.model):
             prompt, further, cache = read(self.model, self.inputs)
@@ -124,13 +130,13 @@ class Merging:
         return cache
 
     def holds(self, cache: DynamicCache, gone: Tensor) -> None:
-        """Every layer holds what did not go, and nothing else; padding may be there or not."""
+        """Check that every layer holds the pairs of tokens that stay, and no others; padding may be there or not."""
         real, newest = self.inputs["attention_mask"].bool(), [*range(gone.shape[1], gone.shape[1] + STEPS)]
         for layer in positions(cache):
             for row, heads in enumerate(layer):
-                own = [*(real[row] & ~gone[row]).nonzero().flatten().tolist(), *newest]
+                expected = [*(real[row] & ~gone[row]).nonzero().flatten().tolist(), *newest]
                 pads = int((~real[row]).sum())
-                assert [[at for at in head if at >= pads] for head in heads] == [own] * len(heads)
+                assert [[at for at in head if at >= pads] for head in heads] == [expected] * len(heads)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -144,7 +150,7 @@ def test_merged_tokens_are_a_full_reading_with_their_mean_in_one_place(kind: str
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_later_layers_drop_from_what_was_merged(kind: str) -> None:
+def test_later_layers_drop_from_merged_tokens(kind: str) -> None:
     merging = Merging(kind, 2)
     seen = {"llava": IMAGE}.get(kind, VIDEO)
     free, real = merging.inputs["input_ids"] == seen, merging.inputs["attention_mask"].bool()
@@ -164,29 +170,32 @@ def test_later_layers_drop_from_what_was_merged(kind: str) -> None:
 def test_every_layer_computes_tokens_that_are_left_alone() -> None:
     merging, lengths = Merging("llava", 2), []
     layers = merging.model.get_decoder().layers
-    handles = [one.mlp.register_forward_pre_hook(lambda _, given: lengths.append(given[0].shape[1])) for one in layers]
+    handles = [
+        layer.mlp.register_forward_pre_hook(lambda _, mlp_inputs: lengths.append(mlp_inputs[0].shape[1]))
+        for layer in layers
+    ]
     spec = f"must_drop:merge={merging.threshold},window=2,layers=(1,)"
     with kvpress.get_press(spec)(merging.model), torch.no_grad():
         merging.model(**merging.inputs, use_cache=True)
     for handle in handles:
         handle.remove()
-    left = (merging.inputs["attention_mask"].bool() & ~merging.gone).sum(dim=1)
-    assert lengths == [int(left.max())] * len(layers)
+    remaining = (merging.inputs["attention_mask"].bool() & ~merging.gone).sum(dim=1)
+    assert lengths == [int(remaining.max())] * len(layers)
 
 
-@pytest.mark.parametrize("beside", ["", " + kivi:bits=8,group_size=4,residual_length=4", " + knorm:0.3"])
-def test_a_padded_row_generates_as_that_row_alone(beside: str) -> None:
+@pytest.mark.parametrize("suffix", ["", " + kivi:bits=8,group_size=4,residual_length=4", " + knorm:0.3"])
+def test_a_padded_row_generates_as_that_row_alone(suffix: str) -> None:
     merging = Merging("qwen2_vl", 2)
     inputs = image_batch("qwen2_vl", ROWS)
     states = embedded(merging.model, inputs)["inputs_embeds"]
     cells = cells_by_hand(inputs["input_ids"], [(1, 2, 2)] * 2, IMAGE)
-    least = sum(alike(states, *square) for square in squares(cells, 2)) / 2
+    threshold = sum(alike(states, *square) for square in squares(cells, 2)) / 2
     settings = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True}
-    with kvpress.get_press(f"must_drop:merge={max(0.0, least)},window=2,layers=(1,)" + beside)(merging.model):
+    with kvpress.get_press(f"must_drop:merge={max(0.0, threshold)},window=2,layers=(1,)" + suffix)(merging.model):
         together = merging.model.generate(**inputs, **settings)
         for row in range(2):
-            one = merging.model.generate(**row_of(inputs, row, "qwen2_vl"), **settings)
-            assert torch.equal(one.sequences[0, -5:], together.sequences[row, -5:])
+            alone = merging.model.generate(**row_of(inputs, row, "qwen2_vl"), **settings)
+            assert torch.equal(alone.sequences[0, -5:], together.sequences[row, -5:])
     report = kvpress.memory_report(together.past_key_values)
     assert report.kept < report.seen
 
@@ -196,8 +205,8 @@ def test_where_nothing_is_merged_it_is_bit_for_bit_the_plain_reading() -> None:
     plain = read(model, inputs)[:2]
     for spec in ("must_drop:layers=(1,)", "must_drop:merge=1.0,layers=(1,)"):
         with kvpress.get_press(spec)(model):
-            found = read(model, inputs)[:2]
-        assert torch.equal(found[0], plain[0]), spec
+            outputs = read(model, inputs)[:2]
+        assert torch.equal(outputs[0], plain[0]), spec
 
 
 def test_later_turns_keep_their_pictures_and_key_tokens_are_not_merged() -> None:
@@ -218,11 +227,11 @@ def test_later_turns_keep_their_pictures_and_key_tokens_are_not_merged() -> None
 
 def test_pictures_without_a_grid_stay_whole_with_a_warning() -> None:
     model, inputs = tiny_vlm("qwen2_vl"), image_batch("qwen2_vl", ROWS)
-    given = embedded(model, inputs)
+    arguments = embedded(model, inputs)
     ids = {name: inputs[name] for name in ("input_ids", "attention_mask")}
     warns = pytest.warns(RuntimeWarning, match="layout of some image or video tokens is unknown")
     with kvpress.get_press("must_drop:merge=0.0,layers=(1,)")(model), torch.no_grad(), warns:
-        cache = model(**ids, position_ids=given["position_ids"]).past_key_values
+        cache = model(**ids, position_ids=arguments["position_ids"]).past_key_values
     report = kvpress.memory_report(cache)
     assert report.kept == report.seen
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks of a video that read a few chunks before them only, and all text, against plain attention under the same mask."""
+"""Chunks of a video that read all text and only a few chunks before them, against attention under the same mask."""
 
 from __future__ import annotations
 
@@ -21,24 +21,28 @@ BLOCK = 4
 
 
 def visible(labels: list[list[int]], columns: int, reach: int) -> Tensor:
-    """Which columns every token reads, bool `[B, T, T]`: tile by tile, from the chunk of every real token, -1 for text."""
-    found = torch.zeros(len(labels), columns, columns, dtype=torch.bool)
-    for row, own in enumerate(labels):
-        pads, count = columns - len(own), len(own)
+    """Return the columns that a token reads, bool `[B, T, T]`, by tile, from the chunk of every token (-1: text)."""
+    mask = torch.zeros(len(labels), columns, columns, dtype=torch.bool)
+    for row, chunk_of in enumerate(labels):
+        pads, count = columns - len(chunk_of), len(chunk_of)
         blocks = [range(at, min(count, at + BLOCK)) for at in range(0, count, BLOCK)]
 
-        def whole(queries: range, keys: range, own: list[int] = own) -> bool:
-            return any(own[q] < 0 or (own[k] >= 0 and own[q] - own[k] < reach) for q in queries for k in keys)
+        def reads_all(queries: range, keys: range, chunk_of: list[int] = chunk_of) -> bool:
+            return any(
+                chunk_of[q] < 0 or (chunk_of[k] >= 0 and chunk_of[q] - chunk_of[k] < reach)
+                for q in queries
+                for k in keys
+            )
 
         for q in range(count):
             for k in range(q + 1):
                 queries, keys = blocks[q // BLOCK], blocks[k // BLOCK]
-                found[row, pads + q, pads + k] = own[k] < 0 or queries == keys or whole(queries, keys)
-    return found
+                mask[row, pads + q, pads + k] = chunk_of[k] < 0 or queries == keys or reads_all(queries, keys)
+    return mask
 
 
 def plainly(model: Any, inputs: dict[str, Tensor], seen: Tensor) -> Tensor:
-    """Logits of a model whose attention is masked."""
+    """Return logits of a model whose attention is masked."""
 
     def attention(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **kwargs: Any
@@ -61,7 +65,7 @@ def plainly(model: Any, inputs: dict[str, Tensor], seen: Tensor) -> Tensor:
 
 
 def under(spec: str, model: Any, inputs: dict[str, Tensor]) -> Tensor:
-    """Logits under a press."""
+    """Return logits under a press."""
     with kvpress.get_press(spec)(model), torch.no_grad():
         return model(**inputs, past_key_values=DynamicCache(config=model.config)).logits
 
@@ -73,13 +77,13 @@ def test_a_chunk_reads_its_neighbours_and_text(family: str, reach: int) -> None:
     inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": position_ids(mask)}
     labels = [[(at - 3) // 6 if 3 <= at < 28 else -1 for at in range(length)] for length in (45, 33)]
     seen = visible(labels, 45, reach)
-    found = under(f"video_xl2:pool=1,chunk=6,reach={reach},block={BLOCK},tokens=3:28", model, inputs)
+    limited = under(f"video_xl2:pool=1,chunk=6,reach={reach},block={BLOCK},tokens=3:28", model, inputs)
     real = mask.bool()
-    torch.testing.assert_close(found[real], plainly(model, inputs, seen)[real], atol=2e-4, rtol=1e-3)
+    torch.testing.assert_close(limited[real], plainly(model, inputs, seen)[real], atol=2e-4, rtol=1e-3)
     full = under("none", model, inputs)
-    assert not torch.allclose(found[real], full[real], atol=1e-2)
-    whole = under(f"video_xl2:pool=1,chunk=6,reach=99,block={BLOCK},tokens=3:28", model, inputs)
-    torch.testing.assert_close(whole[real], full[real], atol=2e-4, rtol=1e-3)
+    assert not torch.allclose(limited[real], full[real], atol=1e-2)
+    unlimited = under(f"video_xl2:pool=1,chunk=6,reach=99,block={BLOCK},tokens=3:28", model, inputs)
+    torch.testing.assert_close(unlimited[real], full[real], atol=2e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
@@ -87,22 +91,22 @@ def test_frames_are_chunks_and_the_times_between_them_are_text(kind: str) -> Non
     model, inputs = tiny_vlm(kind), of_video(kind, ROWS, [(5, 2, 3), (4, 3, 2)])
     labels = []
     for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True):
-        count, own = 0, []
+        count, chunk_of = 0, []
         for token in ids[mask.bool()].tolist():
-            own.append(count // 6 // 2 if token == VIDEO else -1)
+            chunk_of.append(count // 6 // 2 if token == VIDEO else -1)
             count += token == VIDEO
-        labels.append(own)
-    found = under(f"video_xl2:dense=1.0,frames=2,reach=1,block={BLOCK}", model, inputs)
+        labels.append(chunk_of)
+    logits = under(f"video_xl2:dense=1.0,frames=2,reach=1,block={BLOCK}", model, inputs)
     expected = plainly(model, inputs, visible(labels, inputs["input_ids"].shape[1], 1))
     real = inputs["attention_mask"].bool()
-    torch.testing.assert_close(found[real], expected[real], atol=2e-4, rtol=1e-3)
+    torch.testing.assert_close(logits[real], expected[real], atol=2e-4, rtol=1e-3)
 
 
 def test_sparse_reading_and_pooling_go_together() -> None:
     model, inputs = tiny_vlm("qwen3_vl"), of_video("qwen3_vl", ROWS, [(6, 2, 4), (5, 1, 5)])
     with kvpress.get_press(f"video_xl2:frames=1,dense=0.4,pool=4,reach=2,block={BLOCK},window_size=4")(model):
-        made = model.generate(**inputs, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
-    report = kvpress.memory_report(made.past_key_values)
+        output = model.generate(**inputs, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
+    report = kvpress.memory_report(output.past_key_values)
     assert report.kept < 0.8 * report.seen
 
 
@@ -120,9 +124,9 @@ def test_images_that_see_both_ways_are_not_read_causally(spec: str) -> None:
 def test_layers_that_see_all_reach_in_families_with_windows_and_sinks(family: str, implementation: str) -> None:
     model, (ids, mask) = tiny_model(family, implementation), padded_batch([45, 33])
     inputs, real = {"input_ids": ids, "attention_mask": mask, "position_ids": position_ids(mask)}, mask.bool()
-    near, far, full = (
+    narrow, wide, full = (
         under(spec, model, inputs)[real]
         for spec in (*(f"video_xl2:pool=1,chunk=6,reach={n},block={BLOCK},tokens=3:28" for n in (1, 99)), "none")
     )
-    torch.testing.assert_close(far, full, atol=2e-4, rtol=1e-3)
-    assert not torch.allclose(near, full, atol=1e-2)
+    torch.testing.assert_close(wide, full, atol=2e-4, rtol=1e-3)
+    assert not torch.allclose(narrow, full, atol=1e-2)
