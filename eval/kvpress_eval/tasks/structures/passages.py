@@ -12,7 +12,7 @@ from kvpress_eval.tasks.scene import SHORT, Scene, Task
 
 
 def answer_question(scene: Scene) -> tuple[str, Spans, Query]:
-    """Build a context with the passages that answer a question, similar passages and others; each sample has its own question."""
+    """Build a context of passages with the answer, similar passages and others; each sample has another question."""
     if scene.questions is None:
         raise ValueError("this task needs questions")
     language, room = scene.prose, scene.length - scene.total("")

@@ -29,8 +29,8 @@ def most_common(scene: Scene) -> tuple[str, Spans, Query]:
 class CommonWords:
     """List in which some words are up to ten times as frequent as all others; the answer is all of these.
 
-    Common words make up a third of the list. In a long list, a common word occurs 30 times and an uncommon one 3 times; in a
-    short list both are rarer.
+    Common words make up a third of the list, as long as it has fewer than 900 words. From there on a common word occurs 30
+    times and an uncommon one 3 times; in a shorter list both are rarer.
     """
 
     common: int = 10
