@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures what KV-cache compression does to accuracy, memory and speed."""
+"""Measure how KV-cache compression changes accuracy, memory and speed."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def evaluate(
 ) -> Any:
     """Run presses on tasks and return one row per sample, as a DataFrame if pandas is installed.
 
-    `model` is a name, or a model that is loaded already, with its `tokenizer`; `presses` are specs or presses. `fields` are
-    those of `RunConfig`: `lengths`, `samples`, `seed`, `out` and so on. A run that was stopped continues when called again
-    with the same `out`; a cell that failed is one row with the reason. `report` names the page of a report, such as
-    `report.html`, which is written with plots and tables beside it, of all that `out` holds.
+    `model` is a name, or a loaded model together with its `tokenizer`; `presses` are specs or presses. `fields` are fields of
+    `RunConfig`: `lengths`, `samples`, `seed`, `out` and so on. A stopped run continues when called again with the same `out`;
+    a cell that failed is one row with the reason. With `report`, such as `report.html`, a report of all results in `out` is
+    written to this page, with plots and tables beside it.
 
         rows = evaluate("reference", ["none", "snapkv:0.5"], ["niah_single"], lengths=[512], samples=10)
 
@@ -58,17 +58,17 @@ def evaluate(
 
 
 def tune(model: Any, *, tokenizer: Any = None, **wishes: Any) -> Any:
-    """Find the press that fits a memory limit and loses least; returns it with the figures of held-out samples.
+    """Find the press that fits a memory limit and loses least; return it with its figures on held-out samples.
 
-    `model` is a name, or a model that is loaded already, with its `tokenizer`. `wishes` are those of `kvpress tune`: `smaller`
+    `model` is a name, or a loaded model together with its `tokenizer`. `wishes` are the options of `kvpress tune`: `smaller`
     or `memory`, `max_drop`, `data`, `context`, `batch`, `held_out`, `candidates`, `minutes`; and fields of `RunConfig` such as
-    `tasks`, `lengths`, `samples`, `seed` and `out`. A search that was stopped continues when called again with the same `out`.
+    `tasks`, `lengths`, `samples`, `seed` and `out`. A stopped search continues when called again with the same `out`.
 
-        found = tune("reference", smaller=10, lengths=[1024], out="best")
-        press = kvpress.get_press(found.press)
+        result = tune("reference", smaller=10, lengths=[1024], out="best")
+        press = kvpress.get_press(result.press)
 
     Raises:
-        ConfigError: a wish is wrong or cannot be met, or the model retrieves nothing.
+        ConfigError: an option is wrong, no press fits the limit, or the model retrieves nothing.
         DataError: the model or the data cannot be read.
         OutputError: `out` cannot be written, or belongs to another search.
     """
@@ -81,14 +81,14 @@ def tune(model: Any, *, tokenizer: Any = None, **wishes: Any) -> Any:
     from kvpress_eval.tuning.find import tune as find
 
     name, engine = _named(model, tokenizer, wishes)
-    own = {field.name for field in fields(Wishes)}
-    given = {"lengths": (1024,), "samples": 32, "out": "best", **wishes}
-    config = load_config(None, {**{key: given[key] for key in given.keys() - own}, "model": name})
-    return find(config, Wishes(**{key: given[key] for key in given.keys() & own}), Console(), engine)
+    options = {field.name for field in fields(Wishes)}
+    settings = {"lengths": (1024,), "samples": 32, "out": "best", **wishes}
+    config = load_config(None, {**{key: settings[key] for key in settings.keys() - options}, "model": name})
+    return find(config, Wishes(**{key: settings[key] for key in settings.keys() & options}), Console(), engine)
 
 
 def _named(model: Any, tokenizer: Any, fields: dict[str, Any]) -> tuple[str, Any]:
-    """Return the name of a model and, where it is loaded already, an engine of it."""
+    """Return the name of a model, and an engine if it is loaded already."""
     from kvpress_eval.common.errors import ConfigError
     from kvpress_eval.run.models import engine_of, name_of
 
@@ -97,6 +97,6 @@ def _named(model: Any, tokenizer: Any, fields: dict[str, Any]) -> tuple[str, Any
     placed = sorted({"device", "device_map", "dtype"} & fields.keys())
     if placed:
         raise ConfigError(
-            f"{', '.join(placed)} cannot be chosen for a model that is loaded already; give its name instead"
+            f"{', '.join(placed)} cannot be chosen for a model that is loaded already; pass its name instead"
         )
     return name_of(model), engine_of(model, tokenizer)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `kvpress` command with everything: what the library offers, and the commands that measure.
+"""The `kvpress` command: the commands of the library and those that measure.
 
-A command is known because its file is in `commands`: `lm_eval.py` holds the function `command` of `kvpress lm-eval`, and
-its class `Command` where that shows more than its options.
+Every file in `commands` registers a command: `lm_eval.py` holds the function `command` of `kvpress lm-eval`, and optionally
+a class `Command`, if its help shows more than options.
 """
 
 from __future__ import annotations

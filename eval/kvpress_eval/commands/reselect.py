@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvpress reselect`: the layer in which TidalDecode should choose positions again."""
+"""`kvpress reselect`: find the layer in which TidalDecode should select again."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kvpress_eval.common.errors import ConfigError
 def command(
     model: shared.Model = "reference",
     budget: Annotated[
-        str, typer.Option(help="Pairs that are read, or a fraction of them; small ones tell more.")
+        str, typer.Option(help="Pairs that are read, or a fraction of them; small budgets separate the layers best.")
     ] = "64",
-    skip_layers: Annotated[int, typer.Option(help="The layer that chooses first.", min=0)] = 2,
+    skip_layers: Annotated[int, typer.Option(help="The layer that selects first.", min=0)] = 2,
     heads: Annotated[str, typer.Option(help="mean, max or query.")] = "mean",
     context: Annotated[int, shared.token_count("context", "Tokens that are read in one pass.", least=16)] = 1024,
     tokens: Annotated[int, shared.token_count("tokens", "Tokens that follow, one at a time.", least=2)] = 128,
@@ -32,10 +32,10 @@ def command(
     threads: shared.Threads = None,
     force: shared.Force = False,
 ) -> None:
-    """Find the layer in which TidalDecode should choose positions again, by trying all of a model.
+    """Find the layer in which TidalDecode should select again, by measuring every layer of a model.
 
-    Every layer behind the one that chooses first is tried on the same texts; the best moves the next-token distributions
-    least from those of the full cache.
+    Every layer after the first that selects is measured on the same texts. The best one keeps the next-token distributions
+    closest to those of the full cache.
     """
     options = locals()
     with shared.exit_codes() as console:

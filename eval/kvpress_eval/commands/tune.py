@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvpress tune`: from a memory limit to a press."""
+"""`kvpress tune`: find a press for a memory limit."""
 
 from __future__ import annotations
 
@@ -23,14 +23,18 @@ _MISSED = 1
 
 def command(
     model: shared.Model = "reference",
-    memory: Annotated[str | None, typer.Option(help="Of weights and cache together, such as 4GB or 512MiB.")] = None,
-    smaller: Annotated[float | None, typer.Option(help="Instead: how many times smaller the cache is to be.")] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Limit for weights and cache together, such as 4GB or 512MiB.")
+    ] = None,
+    smaller: Annotated[
+        float | None, typer.Option(help="Instead of --memory: factor by which the cache shrinks.")
+    ] = None,
     max_drop: Annotated[
         float | None, typer.Option(help="Points that the worst task may lose: picks the smallest such press.")
     ] = None,
     tasks: Annotated[str | None, typer.Option(help="Names separated by commas; default: generated tasks.")] = None,
     data: Annotated[
-        Path | None, typer.Option(help="Your own .jsonl: context, question, answer; or text, judged by likelihood.")
+        Path | None, typer.Option(help="Your own .jsonl: context, question, answer; or text, scored by likelihood.")
     ] = None,
     lengths: Annotated[
         str | None, typer.Option(help=f"Context lengths in tokens, separated by commas; default: {_LENGTH}.")
@@ -67,7 +71,7 @@ def command(
 ) -> None:
     """Find the press that fits a memory limit and loses least, and write it for `get_press` and `--press @FILE`.
 
-    The worst of the tasks decides, and samples that were not searched on say how good the press is.
+    The worst of the tasks decides. The printed figures come from samples that the search has not seen.
     """
     options = {name: value for name, value in locals().items() if value is not None}
     with shared.exit_codes() as console:

@@ -29,7 +29,7 @@ class DataError(EvalError):
 
 
 class OutputError(EvalError):
-    """The output folder cannot be written or holds something else."""
+    """The output folder cannot be written, or holds other files."""
 
     exit_code = 4
 
@@ -41,22 +41,22 @@ class BusyError(EvalError):
 
 
 class ClusterError(EvalError):
-    """The machines that a run was sent to cannot be reached, or all of them are lost."""
+    """The machines of a cluster cannot be reached, or all of them are lost."""
 
     exit_code = 6
 
 
 class DiskFullError(EvalError):
-    """No room for another result; what was written stays valid and the run can be resumed."""
+    """No disk space for another result; the results so far stay valid and the run can be resumed."""
 
     exit_code = 7
 
 
 def unknown_name(kind: str, name: str, valid: Iterable[str]) -> str:
-    """Return the message for a name that does not exist, with the nearest names that do."""
+    """Return the message for an unknown name, with the nearest valid names."""
     names = sorted(valid)
-    near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.7)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(names)}"
+    similar = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.7)
+    hint = f"did you mean {' or '.join(similar)}?" if similar else f"choose from {', '.join(names)}"
     return f"unknown {kind} {name!r}: {hint}"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are written as a whole or not at all, the folders they need, and the hash that names a value."""
+"""Write files atomically, make their folders, and hash values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def hash_json(value: object) -> str:
 def read_object(path: Path, *, set_aside: bool = False) -> dict[str, Any] | None:
     """Return the JSON object in a file, or None if there is no file or it is damaged.
 
-    A damaged file is left where it is, or moved to `*.corrupt` with a warning, so that another can take its place.
+    A damaged file stays, or with `set_aside` is renamed to `*.corrupt` with a warning, so that a new one can be written.
     """
     try:
         value = json.loads(path.read_bytes())
@@ -42,12 +42,12 @@ def read_object(path: Path, *, set_aside: bool = False) -> dict[str, Any] | None
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write a JSON file as a whole or not at all."""
+    """Write a JSON file atomically."""
     replace_file(path, json.dumps(value, indent=1).encode())
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Replace a file's content in one step that a crash cannot split."""
+    """Replace a file atomically: after a crash it has the old or the new content."""
     temporary = path.with_name(f"{path.name}.tmp")
     with translated_os_errors(path):
         with temporary.open("wb") as file:
@@ -59,7 +59,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make a new name in a folder outlive a crash, on systems where folders can be opened: not on Windows."""
+    """Flush the entries of a folder to disk, except on Windows, where a folder cannot be opened."""
     if hasattr(os, "O_DIRECTORY"):
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -77,20 +77,24 @@ def make_folder(folder: Path) -> None:
 
 
 def make_room(path: Path, example: str) -> None:
-    """Make the folder of an output file, so that a wrong path raises before any work."""
+    """Make the folder of an output file, so that a wrong path raises before any work.
+
+    Raises:
+        OutputError: the path is a folder, or its folder cannot be written.
+    """
     if path.is_dir():
         raise OutputError(f"{path} is a folder; name a file such as {path / example}")
     make_folder(path.parent)
 
 
 def check_replaced(outputs: Sequence[Path], inputs: Sequence[str | Path], force: bool, page: str | None = None) -> None:
-    """Refuse to replace files without `force`, and to replace an input in any case.
+    """Raise if an output would replace a file, unless `force` is set, or replace an input.
 
-    Where the first of `outputs` is a page with the title `page`, an earlier run of the command wrote it and the files beside
-    it, so that they are replaced.
+    If the first of `outputs` is a page with the title `page`, an earlier run of the command wrote it and the files beside it;
+    these are replaced without `force`.
 
     Raises:
-        OutputError: a file is there.
+        OutputError: a file exists already.
     """
     from kvpress.cli.outputs import check_outputs
 
@@ -101,7 +105,7 @@ def check_replaced(outputs: Sequence[Path], inputs: Sequence[str | Path], force:
 
 
 def is_page(path: Path, title: str) -> bool:
-    """Whether a file is a page of this package whose title begins so."""
+    """Return whether a file is a page of this package whose title begins with `title`."""
     with suppress(OSError), path.open("rb") as file:
         return f"<title>{title}: ".encode() in file.read(2**12)
     return False

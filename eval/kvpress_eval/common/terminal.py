@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How tables and numbers look on a terminal."""
+"""Format tables and numbers for the terminal."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ MISSING = "-"
 
 
 def number(value: float | None, digits: int) -> str:
-    """Return a number with so many decimals, or a dash for one that was not measured."""
+    """Return a number with `digits` decimals, or a dash if it was not measured."""
     return MISSING if value is None else f"{value:.{digits}f}"
 
 
 def plain_table(texts: Iterable[str], numbers: Iterable[str], gap: int = 2, **style: Any) -> Table:
-    """Return a table without lines: columns of texts, which fold where they are too long, then columns of numbers.
+    """Return a table without lines: columns of text, which fold if they are too long, then columns of numbers.
 
-    A `Name` in a column of texts folds between its parts.
+    A `Name` in a column of text folds between its parts.
     """
     table = Table(box=None, header_style="bold", padding=(0, gap, 0, 0), **style)
     for heading in texts:

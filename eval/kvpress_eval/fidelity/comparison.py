@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A press and the full cache, read along the same texts."""
+"""Compare presses with the full cache on the same texts."""
 
 from __future__ import annotations
 
@@ -24,19 +24,21 @@ from kvpress_eval.run.progress import RunProgress
 
 @dataclass
 class _Measured:
-    """What was measured of one press, batch by batch; the meters of layers where they were asked for.
-
-    `figures` are the divergence, the agreement, and the likelihoods under the press and with the full cache.
-    """
+    """Measurements of one press; every list has one entry per batch."""
 
     figures: list[tuple[Tensor, ...]] = field(default_factory=list)
+    """KL, top-1 agreement, and the negative log-likelihoods under the press and with the full cache."""
     prompts: list[Any] = field(default_factory=list)
+    """Memory reports after the prompt."""
     ends: list[Any] = field(default_factory=list)
+    """Memory reports after the continuation."""
     running: list[Meter] = field(default_factory=list)
+    """Meters of the running model; empty without `layers`."""
     isolated: list[Meter] = field(default_factory=list)
+    """Meters of layers that get the inputs of the full cache; empty without `layers`."""
 
     def add(self, full: Reading, reading: Reading, tokens: Tensor) -> None:
-        """Compare a batch with the full cache: both were read along `tokens [B, n]`."""
+        """Add the figures of a batch: `full` and `reading` continue with the same `tokens [B, n]`."""
         agrees = full.logits.argmax(-1) == reading.logits.argmax(-1)
         likelihoods = (negative_log_likelihood(logits, tokens) for logits in (reading.logits, full.logits))
         self.figures.append((kl_divergence(full.logits, reading.logits), agrees, *likelihoods))
@@ -44,7 +46,7 @@ class _Measured:
         self.ends.append(reading.end)
 
     def fidelity(self, press: str) -> Fidelity:
-        """Join all batches."""
+        """Return the figures of all batches."""
         kl, agrees, nll, full_nll = (torch.cat(batches).cpu() for batches in zip(*self.figures, strict=True))
         return Fidelity(
             press,
@@ -68,39 +70,45 @@ class _Measured:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Texts `ids [S, context + tokens]` that presses are compared with the full cache on.
+    """Comparison of presses with the full cache on fixed texts.
 
-    Continuations are read in chunks of `chunk` tokens. The full cache is read once. Its logits `[S, tokens, V]` are kept, in
-    the dtype of the model; with `layers` also its pairs, and what passed through its layers.
+    The texts are read with the full cache once. Its logits `[S, tokens, V]` stay in memory, in the dtype of the model; with
+    `layers` also its pairs, and the inputs, queries and outputs of its layers.
     """
 
     engine: Engine
+    """Model and tokenizer."""
     ids: Tensor
+    """Texts `[S, context + tokens]`."""
     context: int
+    """Tokens of a context, which is read in one pass."""
     batch_size: int
+    """Texts that are read together."""
     chunk: int = 1
+    """Tokens of the continuation that one pass reads."""
     layers: bool = False
+    """Measure every layer too."""
     _full: dict[int, Reading] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def full(self) -> list[Reading]:
-        """The batches read with the full cache, in the same chunks, so that rounding is the same."""
+        """Readings with the full cache, one per batch, in the same chunks, so that rounding is the same."""
         self.fidelities(())
         return list(self._full.values())
 
     @property
     def batches(self) -> Sequence[Tensor]:
-        """The texts that are read together."""
+        """Texts `[B, context + tokens]`, batch by batch."""
         return self.ids.split(self.batch_size)
 
     def fidelity(self, press: str) -> Fidelity:
-        """Read all texts under a press; raises what `fidelities` does."""
+        """Read all texts under a press; raise the errors of `fidelities`."""
         return self.fidelities((press,))[0]
 
     def fidelities(self, presses: Sequence[str], progress: RunProgress | None = None) -> list[Fidelity]:
-        """Read all texts under presses, which share the reading of contexts as far as they can.
+        """Read all texts under each press; presses share the reading of a context where they can.
 
-        The first time, the full cache is read with them. `progress` counts the batches that each press has continued.
+        The first call also reads the full cache. `progress` advances by one for each press and batch.
 
         Raises:
             ConfigError: a press does not suit the model or the length of the context.
@@ -122,7 +130,7 @@ class Comparison:
         return [measured[press].fidelity(press) for press in presses]
 
     def read(self, press: str, batch: Tensor) -> Reading:
-        """Read the contexts of `batch [B, context + tokens]` in one pass, and what follows in chunks."""
+        """Read the contexts of `batch [B, context + tokens]` in one pass, and the continuations in chunks."""
         ((_, cache),) = read_prompts(self.engine.model, (press,), batch[:, : self.context])
         return self._continue(press, cache, batch[:, self.context :])
 
@@ -145,7 +153,7 @@ class Comparison:
 
 
 def _layer_figures(running: Sequence[Meter], isolated: Sequence[Meter]) -> LayerFigures:
-    """Join what was measured of each batch."""
+    """Concatenate the figures of all batches."""
     return LayerFigures(
         list(running[0].full),
         torch.cat([by_layer(meter.errors) for meter in running]),
@@ -155,5 +163,5 @@ def _layer_figures(running: Sequence[Meter], isolated: Sequence[Meter]) -> Layer
 
 
 def _bits(reports: Sequence[Any], size: int) -> float:
-    """Spread bytes over the values of the uncompressed caches."""
+    """Return bits per value: `size` bytes over the number of values of the uncompressed caches."""
     return 8 * size / sum(report.uncompressed_bytes / report.value_bytes for report in reports)

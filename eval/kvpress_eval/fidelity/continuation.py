@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts read as generation reads them: a context in one pass, what follows through the compressed cache.
+"""Read texts as generation does: the context in one pass, its continuation through the compressed cache.
 
-A context is read once for all presses that can share the reading; each then continues behind its own cache.
+A context is read once for all presses that can share the reading; each press then continues with its own cache.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from kvpress_eval.run.generation import parts
 
 Watcher = Callable[[Session], AbstractContextManager[None]]
 _PROMPT, _CONTINUATION = 0, 1
-"""Seeds for presses that draw at random: one for each part, for a shared reading leaves no trace in the generator."""
+"""Seeds for presses that draw at random. Each half has a seed, since a shared prefill does not advance the generator."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Logits `[B, tokens, V]` after each token of a continuation, and what the cache held before and after it.
-
-    `layers` is what was recorded of the full cache, by the layer of the cache.
-    """
+    """Logits of a continuation, and the memory of the cache before and after."""
 
     logits: Tensor
+    """Logits `[B, tokens, V]` after each token of the continuation."""
     prompt: Any
+    """Memory report of the cache after the prompt."""
     end: Any
+    """Memory report of the cache after the continuation."""
     layers: dict[int, FullLayer] = field(default_factory=dict)
+    """Records of the full cache, by the layer of the cache."""
 
 
 def read_prompts(model: Any, presses: Sequence[str], ids: Tensor, following: int = 0) -> Iterator[tuple[str, Cache]]:
-    """Read contexts `ids [B, n]` once for the presses that share the reading, and yield each press with its cache.
+    """Read contexts `ids [B, n]` and yield each press with its cache; presses share the reading where they can.
 
-    Caches that fit in memory together, `following` more tokens in one of them, come from one reading; where that fails, half
-    of the presses are tried at a time.
-    Presses that cannot share a reading come last, each alone.
+    One reading makes as many caches as fit in memory, with room for `following` more tokens in one of them. If it fails, the
+    group of presses is halved. Presses that cannot share a reading come last, each with a reading of its own.
 
     Raises:
         ConfigError: a press does not suit the model or the contexts.
@@ -62,7 +62,7 @@ def read_prompts(model: Any, presses: Sequence[str], ids: Tensor, following: int
 def continue_reading(
     model: Any, press: str, cache: Cache, ids: Tensor, chunk: int, watch: Watcher | None = None
 ) -> Reading:
-    """Read `ids [B, tokens]` behind the cache of a press, `chunk` at a time; `watch` sees these passes.
+    """Continue the cache of a press with `ids [B, tokens]`, `chunk` tokens in a pass; `watch` observes these passes.
 
     Raises:
         ConfigError: the press does not suit the text.
@@ -86,7 +86,7 @@ def continue_reading(
 
 @contextmanager
 def config_errors(press: str) -> Iterator[None]:
-    """Say which press does not suit the model or the text."""
+    """Raise errors of a press that does not suit the model or the text as ConfigError with the name of the press."""
     try:
         yield
     except (ValueError, NotImplementedError) as error:
@@ -101,11 +101,11 @@ def _read_group(model: Any, group: Sequence[str], ids: Tensor) -> Iterator[tuple
     try:
         caches = _read_together(model, group, ids)
     except (ValueError, NotImplementedError, torch.OutOfMemoryError) as error:
-        # The frames of the error hold what was read so far.
+        # The frames of the error keep the tensors of the failed reading alive.
         traceback.clear_frames(error.__traceback__)
     if caches:
         for press in group:
-            # Each cache is let go as soon as its continuation is read.
+            # Popped, so that a cache is freed as soon as its continuation is read.
             yield press, caches.pop(0)
         return
     memory.release()

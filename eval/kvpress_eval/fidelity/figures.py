@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of a press against the full cache."""
+"""Figures of a press compared with the full cache."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ LAYER_FIGURES = ("output_error", "isolated_error", "attention_recall")
 
 @dataclass(frozen=True)
 class LayerFigures:
-    """Each of the `layers` under a press against the same layer of the full cache, `[S, tokens, L]`.
-
-    `output_error` is measured in the running model, where a layer's input carries the errors of the layers before it. For
-    `isolated_error` a layer gets the input that it has with the full cache.
-    """
+    """Figures of the layers under a press, compared with the full cache."""
 
     layers: list[int]
+    """Layers of the cache that were measured, L of them."""
     output_error: Tensor
+    """Relative error `[S, tokens, L]` in the running model, where inputs carry the errors of earlier layers."""
     isolated_error: Tensor
+    """Relative error `[S, tokens, L]` where each layer gets the input that it has with the full cache."""
     attention_recall: Tensor
+    """Share `[S, tokens, L]` of the full cache's attention that falls on the pairs which the press reads."""
 
     def row(self) -> dict[str, Any]:
-        """Return the figures as plain data: means over samples and tokens, of all layers and of each."""
+        """Return means over samples and tokens as plain data, over all layers and per layer."""
         row: dict[str, Any] = {"layers": self.layers}
         for name in LAYER_FIGURES:
             values = getattr(self, name).mean(dim=(0, 1))
@@ -38,25 +38,30 @@ class LayerFigures:
 
 @dataclass(frozen=True)
 class Fidelity:
-    """A press against the full cache on the same tokens: `kl [S, tokens]` in nats, `agrees [S, tokens]` on the top token.
-
-    `nll` and `full_nll [S, tokens - 1]` are the negative log-likelihoods, in nats, of the continuation but its first token,
-    which the uncompressed prompt alone predicts. Bits per value count all bytes held. `shared_bits` is the part of
-    `prompt_bits` in tables, such as codebooks, of which a layer holds one for all sequences of a batch. `compressed` is False
-    where a press that compresses prompts left all of them whole.
-    """
+    """Figures of a press, compared with the full cache on the same tokens."""
 
     press: str
+    """Spec of the press."""
     kl: Tensor
+    """KL `[S, tokens]` in nats."""
     agrees: Tensor
+    """Bool `[S, tokens]`: the most likely token is that of the full cache."""
     nll: Tensor
+    """Negative log-likelihoods `[S, tokens - 1]` in nats, without the first token: the uncompressed prompt predicts it."""
     full_nll: Tensor
+    """The same of the full cache."""
     prompt_bits: float
+    """Bits per value after the prompt, all held bytes counted."""
     shared_bits: float
+    """Bits of `prompt_bits` in tables, such as codebooks, which a layer holds once for all rows of a batch."""
     end_bits: float
+    """Bits per value after the continuation."""
     kept: float
+    """Share of the tokens seen that are kept at the end."""
     compressed: bool = True
+    """False if a press that compresses prompts left all of them uncompressed."""
     layers: LayerFigures | None = None
+    """Figures of layers; None if they were not measured."""
 
     def row(self) -> dict[str, Any]:
         """Return the figures as plain data; `kl_by_token` is the mean over samples."""
@@ -77,16 +82,19 @@ class Fidelity:
         }
 
 
-def kl_divergence(full: Tensor, other: Tensor) -> Tensor:
-    """Return KL(full || other) in nats of logits `[B, n, V]`, float32 `[B, n]`; token by token, to bound its memory."""
+def kl_divergence(full: Tensor, compressed: Tensor) -> Tensor:
+    """Return KL(full || compressed) in nats of logits `[B, n, V]`, float32 `[B, n]`; token by token, to bound memory."""
     columns = []
-    for p, q in zip(full.unbind(1), other.unbind(1), strict=True):
+    for p, q in zip(full.unbind(1), compressed.unbind(1), strict=True):
         log_p, log_q = p.float().log_softmax(-1), q.float().log_softmax(-1)
         columns.append((log_p.exp() * (log_p - log_q)).sum(-1))
     return torch.stack(columns, dim=1)
 
 
 def negative_log_likelihood(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Return that of `tokens [B, n]` but the first, in nats, `[B, n - 1]`; `logits [B, n, V]` follow each token."""
-    followed = zip(logits.unbind(1)[:-1], tokens.unbind(1)[1:], strict=True)
-    return torch.stack([F.cross_entropy(part.float(), target, reduction="none") for part, target in followed], dim=1)
+    """Return the negative log-likelihood in nats of `tokens [B, n]` without the first, `[B, n - 1]`.
+
+    `logits [B, n, V]` are those after each token.
+    """
+    steps = zip(logits.unbind(1)[:-1], tokens.unbind(1)[1:], strict=True)
+    return torch.stack([F.cross_entropy(step.float(), target, reduction="none") for step, target in steps], dim=1)

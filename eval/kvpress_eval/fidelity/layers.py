@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every attention layer does along a continuation: how far its output moves, and how much of its attention is read.
+"""Measure every attention layer along a continuation: the error of its output, and its attention recall.
 
-Measured where attention happens, beside the session of a press: in every layer whose cache grows, after the layer's attention
-and before the press evicts or encodes. Passes that a press makes for itself, such as reading tokens again, are left out.
+Forward hooks measure each layer whose cache grows, after its attention and before the press evicts or encodes. Extra passes
+of a press, such as reading tokens again, are left out.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Feed = Callable[[int], Tensor]
 
 @contextmanager
 def watching(session: Session, see: See, feed: Feed | None = None) -> Iterator[None]:
-    """Show every pass of every layer with a growing cache to `see`: its call and the output `[B, n, hidden]` of its module.
+    """Call `see(call, output)` after every pass of every layer with a growing cache; `output [B, n, hidden]`.
 
-    With `feed(layer)` modules get this input in the place of their own.
+    With `feed`, the input of a module is replaced by `feed(layer)`.
     """
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -46,7 +46,7 @@ def watching(session: Session, see: See, feed: Feed | None = None) -> Iterator[N
 
     handles = []
     for module in (session.modules[i] for i in session.growing):
-        # Ahead of the session's own hooks, which let the press act.
+        # Before the hooks of the session, in which the press evicts or encodes.
         handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
         handles.append(module.register_forward_hook(after, with_kwargs=True, prepend=True))
     try:
@@ -57,26 +57,27 @@ def watching(session: Session, see: See, feed: Feed | None = None) -> Iterator[N
 
 
 def layer_of(module: nn.Module) -> int:
-    """Return the layer of the cache that an attention module writes."""
+    """Return the index of the cache layer that an attention module writes."""
     return module.layer_idx  # type: ignore[return-value]
 
 
 @dataclass
 class FullLayer:
-    """One layer of a full cache along a continuation: what came in, what was asked and what came out, pass by pass.
-
-    `call` is the newest one, whose store holds all pairs.
-    """
+    """Record of one layer of a full cache along a continuation; every list has one entry per pass."""
 
     call: LayerCall
+    """Newest call, whose store holds all pairs."""
     inputs: list[Tensor] = field(default_factory=list)
+    """Hidden states `[B, n, hidden]` that the layer read."""
     queries: list[Tensor] = field(default_factory=list)
+    """Queries `[B, Hq, n, D]`."""
     outputs: list[Tensor] = field(default_factory=list)
+    """Outputs `[B, n, hidden]` of the attention module."""
 
     def recall(self, step: int, call: LayerCall) -> Tensor:
-        """Return which share of this layer's attention in pass `step` is on pairs that `call` reads, float32 `[B, n]`.
+        """Return the share of this layer's attention in pass `step` on pairs that `call` reads, float32 `[B, n]`.
 
-        The mean over query heads. Learned sinks are no pairs: shares are of the attention that falls on pairs.
+        Shares are averaged over query heads. Attention to learned sinks does not count, as they are not pairs.
         """
         queries, read = self.queries[step], columns_read(call)
         batch, _, length, _ = queries.shape
@@ -86,7 +87,7 @@ class FullLayer:
         for i, query in enumerate(queries.split(1, dim=2)):
             if i and call.read is not None:
                 read = columns_read(call, i)
-                assert read is not None  # noqa: S101 - for type checkers; what one token reads in part, all do
+                assert read is not None  # noqa: S101 - for mypy: if one token reads a part, all do
             weights = self.weights(query, call.tokens.seen_before + i + 1)
             on_read = (weights * read[..., : weights.shape[-1]]).sum(dim=-1)
             shares.append(on_read.view(batch, -1).mean(dim=1))
@@ -100,13 +101,14 @@ class FullLayer:
 
 
 class Recorder:
-    """Records the layers of a full cache along a continuation."""
+    """Record the layers of a full cache along a continuation."""
 
     def __init__(self) -> None:
         self.layers: dict[int, FullLayer] = {}
+        """Records by the layer of the cache."""
 
     def on(self, session: Session) -> AbstractContextManager[None]:
-        """Record while a session reads."""
+        """Record the passes of a session inside the returned context."""
         return watching(session, self._see)
 
     def _see(self, call: LayerCall, output: Tensor) -> None:
@@ -118,19 +120,21 @@ class Recorder:
 
 
 class Meter:
-    """Measures the layers under a press against those of the full cache, pass by pass.
+    """Compare the layers under a press with those of the full cache, pass by pass.
 
-    `isolated` gives every layer the input that it has with the full cache, so that what earlier layers did does not count;
-    then only errors are measured.
+    With `isolated`, every layer gets the input that it has with the full cache, so that errors of earlier layers do not
+    count; only errors are measured then.
     """
 
     def __init__(self, full: dict[int, FullLayer], isolated: bool = False) -> None:
         self.full, self.isolated = full, isolated
         self.errors: dict[int, list[Tensor]] = {layer: [] for layer in full}
+        """Relative errors `[B, n]` of the outputs, one per pass, by layer."""
         self.recalls: dict[int, list[Tensor]] = {layer: [] for layer in full}
+        """Attention recalls `[B, n]`, one per pass, by layer."""
 
     def on(self, session: Session) -> AbstractContextManager[None]:
-        """Measure while a session reads what was recorded."""
+        """Measure the passes of a session inside the returned context; it must read the tokens that were recorded."""
         return watching(session, self._see, self._feed if self.isolated else None)
 
     def _feed(self, layer: int) -> Tensor:
@@ -144,21 +148,21 @@ class Meter:
             self.recalls[layer].append(full.recall(step, call))
 
 
-def by_layer(found: dict[int, list[Tensor]]) -> Tensor:
-    """Join what was measured of each layer and pass, `[B, n]`, as `[B, tokens, layers]` on the host."""
-    return torch.stack([torch.cat(parts, dim=1).cpu() for parts in found.values()], dim=-1)
+def by_layer(figures: dict[int, list[Tensor]]) -> Tensor:
+    """Join figures `[B, n]` of each layer and pass as `[B, tokens, layers]` on the host."""
+    return torch.stack([torch.cat(passes, dim=1).cpu() for passes in figures.values()], dim=-1)
 
 
-def relative_error(found: Tensor, expected: Tensor) -> Tensor:
-    """Return ||found - expected|| / ||expected|| of vectors along the last axis, float32."""
+def relative_error(output: Tensor, expected: Tensor) -> Tensor:
+    """Return ||output - expected|| / ||expected|| of vectors along the last axis, float32."""
     size = expected.float().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
-    return (found.float() - expected.float()).norm(dim=-1) / size
+    return (output.float() - expected.float()).norm(dim=-1) / size
 
 
 def columns_read(call: LayerCall, token: int = 0) -> Tensor | None:
-    """Return which of the tokens seen a token of a pass reads the pairs of, bool `[N, G, seen]`; None where it reads all.
+    """Return a mask of the slots whose pairs a token of a pass reads, bool `[N, G, seen]`; None if it reads all.
 
-    Pairs that a press made itself, which are those of no token, are not marked.
+    Pairs that a press made itself belong to no token and are not marked.
     """
     store = call.store
     if call.read is None and all(count == store.seen for count in store.stored()):
@@ -171,10 +175,14 @@ def columns_read(call: LayerCall, token: int = 0) -> Tensor | None:
         if call.read is None or i >= len(store.segments):
             chosen = [torch.arange(segment.layout.total)]
         else:
-            parts = [heads[i].of_tokens(slice(token * streams, (token + 1) * streams)) for heads in call.read]
-            filled = [torch.arange(part.rows.shape[1]) < part.counts.cpu()[:, None] for part in parts]
-            chosen = [part.rows.cpu().long()[real] for part, real in zip(parts, filled, strict=True)]
+            selections = [heads[i].of_tokens(slice(token * streams, (token + 1) * streams)) for heads in call.read]
+            filled = [
+                torch.arange(selection.rows.shape[1]) < selection.counts.cpu()[:, None] for selection in selections
+            ]
+            chosen = [
+                selection.rows.cpu().long()[is_filled] for selection, is_filled in zip(selections, filled, strict=True)
+            ]
         for rows, heads in zip(chosen, read.chunk(len(chosen), dim=1), strict=True):
-            known = rows[columns[rows] >= 0]
-            heads.transpose(1, 2)[stream[known], columns[known]] = True
+            marked = rows[columns[rows] >= 0]
+            heads.transpose(1, 2)[stream[marked], columns[marked]] = True
     return read.to(call.queries.device)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How close a compressed cache stays to the full one while a given text is continued, for any model, without labels.
+"""Measure how close a compressed cache stays to the full cache along a text, for any model, without labels.
 
-One pass over a text, as perplexity is usually taken, shows nothing here: presses act once the prompt has been read, so
-that pass never reads what they store, and any press scores like the full cache. Here the prompt is read in one pass and
-its continuation one token at a time, as in generation: every distribution is read off the compressed cache, and tokens of
-the continuation are themselves encoded or evicted as they become old. In chunks of several tokens, each is a further turn.
+Perplexity in one pass over a text cannot show this: a press compresses after the pass, so the pass reads no compressed pair
+and every press scores like the full cache. Here the prompt is read in one pass and its continuation token by token, as in
+generation. Every distribution then depends on the compressed cache, and tokens of the continuation are evicted or encoded
+as they become old. With chunks of several tokens, each chunk is a further turn.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvpress_eval.run.models import Engine, check_lengths, load_engine, read_set
 from kvpress_eval.run.progress import RunProgress
 
 _UNKNOWN = 0.5
-"""The share of a text from which on it is said that the vocabulary has no words for it."""
+"""Share of unknown tokens above which a warning is printed that the text is outside the vocabulary."""
 
 
 def measure(
@@ -38,8 +38,8 @@ def measure(
 ) -> dict[str, Any]:
     """Compare the presses of a configuration on contexts of its first length, each continued by `tokens` tokens.
 
-    Returns what was measured with, and one row per press. The text is a file or made from the tasks. `layers` adds figures of
-    every layer whose cache grows.
+    Return a record with the settings and one row per press. The text is a file, or made from the tasks. `layers` adds figures
+    of every layer whose cache grows.
 
     Raises:
         ConfigError: the texts are too long for the model, or a press does not suit it.
@@ -55,17 +55,17 @@ def measure(
     texts = read_texts(config, engine, tokens, text)
     unknown = unknown_share(texts, engine.tokenizer)
     if unknown > _UNKNOWN:
-        said = (
+        warning = (
             f"{unknown:.0%} of the tokens of {text or 'the texts'} are single letters, or none that the tokenizer of "
-            f"{config.model!r} knows: the text is outside its vocabulary, and the figures say little. Take a text in the "
+            f"{config.model!r} knows: the text is outside its vocabulary, and the figures mean little. Take a text in the "
             "language of the model, or leave --text out."
         )
-        console.print(Text(said, style="red"))
+        console.print(Text(warning, style="red"))
     comparison = Comparison(engine, texts, context, config.batch_size, chunk, layers)
     for press in config.presses:
         check_press(press, engine, context)
     with RunProgress(console, len(config.presses) * len(comparison.batches)) as progress:
-        found = comparison.fidelities(config.presses, progress)
+        figures = comparison.fidelities(config.presses, progress)
     settings = {
         "kind": FIDELITY,
         "context": context,
@@ -75,13 +75,13 @@ def measure(
         "texts": hash_json(texts.tolist())[:16],
         "outside_vocabulary": unknown,
     }
-    return {**describe_run(config, engine), **settings, "rows": [one.row() for one in found]}
+    return {**describe_run(config, engine), **settings, "rows": [fidelity.row() for fidelity in figures]}
 
 
 def check_press(press: str, engine: Engine, context: int) -> None:
     """Raise ConfigError if a press does not suit the model or contexts of this length."""
     with config_errors(press):
-        found = kvpress.get_press(press)
-        found.recipe().check_length(context)
-        with found(engine.model):
+        configured = kvpress.get_press(press)
+        configured.recipe().check_length(context)
+        with configured(engine.model):
             pass

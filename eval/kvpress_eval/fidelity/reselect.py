@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layer of a model TidalDecode should choose positions again in: all that could are tried on the same texts."""
+"""Candidates for the layer in which TidalDecode selects again, compared on the same texts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvpress_eval.common.errors import ConfigError, DataError
 
 
 def candidates(model: str, budget: float, skip_layers: int, heads: str) -> list[str]:
-    """Return one press for each layer that may choose again: those with a growing cache behind the first that chooses.
+    """Return one press per layer that may select again: layers with a growing cache after the first that selects.
 
     Raises:
         ConfigError: an argument is out of range, or the model has no such layer.
@@ -28,8 +28,8 @@ def candidates(model: str, budget: float, skip_layers: int, heads: str) -> list[
     layers = [layer for layer in growing if layer >= skip_layers][1:]
     if len(layers) < 2:
         raise ConfigError(
-            f"{model!r} has {len(growing)} layers with a growing cache, {len(layers)} of them behind the first that chooses "
-            f"with skip_layers={skip_layers}; choosing among them needs 2, so use a smaller skip_layers"
+            f"{model!r} has {len(growing)} layers with a growing cache, {len(layers)} of them after the first that selects "
+            f"with skip_layers={skip_layers}; a comparison needs 2, so use a smaller skip_layers"
         )
     try:
         first = TidalDecodePress(budget, skip_layers=skip_layers, heads=heads)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts that presses are compared on: a file of the user, or made from the tasks."""
+"""Texts on which presses are compared: from a file, or made from the tasks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvpress_eval.tasks.kinds.generated import generate
 from kvpress_eval.tasks.languages import LANGUAGES
 
 PIECE = 128
-"""Tokens, about, of each of the contexts that a generated text is made of."""
+"""Approximate tokens of each context in a generated text."""
 
 
 def read_texts(config: RunConfig, engine: Engine, tokens: int, text: Path | None = None) -> Tensor:
@@ -35,10 +35,10 @@ def read_texts(config: RunConfig, engine: Engine, tokens: int, text: Path | None
 
 
 def unknown_share(texts: Tensor, tokenizer: PreTrainedTokenizerBase) -> float:
-    """Return how much of the texts the vocabulary has no words for: unknown tokens, parts of letters, and single letters.
+    """Return the share of tokens outside the vocabulary: unknown tokens, bytes of characters, and single ASCII letters.
 
-    A tokenizer that falls back to bytes knows every text, and spells what it has not learned. Signs that are no letters, and
-    letters beyond ASCII, which may be words, do not count.
+    A tokenizer with a byte fallback has no unknown token, but spells words that it has not learned. Other single characters
+    do not count: punctuation is no sign of it, and a letter beyond ASCII may be a word.
     """
     ids, counts = texts.unique(return_counts=True)
     outside = [_is_outside(number, tokenizer) for number in ids.tolist()]
@@ -46,14 +46,15 @@ def unknown_share(texts: Tensor, tokenizer: PreTrainedTokenizerBase) -> float:
 
 
 def _is_outside(token: int, tokenizer: PreTrainedTokenizerBase) -> bool:
-    said = str(tokenizer.decode([token])).strip()
-    return token == tokenizer.unk_token_id or said == "\ufffd" or (len(said) == 1 and said.isascii() and said.isalpha())
+    text = str(tokenizer.decode([token])).strip()
+    return token == tokenizer.unk_token_id or text == "\ufffd" or (len(text) == 1 and text.isascii() and text.isalpha())
 
 
 def write_text(config: RunConfig, engine: Engine, tokens: int, number: int) -> str:
-    """Return text `number`, at least `tokens` tokens: contexts of all tasks in turn, then their questions and answers.
+    """Return text `number` of at least `tokens` tokens: contexts of all tasks in turn, then their questions and answers.
 
-    The contexts fill that of the run, so that its continuation opens with questions about them; then more follow.
+    The contexts fill the context of the run, so that the continuation begins with questions about them. Longer texts go on
+    with further contexts and questions.
     """
     rng = random.Random(f"{config.seed}-{number}")  # noqa: S311  # reproducible, not secret
     language, context = LANGUAGES[config.wording], config.lengths[0]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m kvpress_eval.lm ...` is lm-eval's own command line, with the model `kvpress` registered.
+"""`python -m kvpress_eval.lm ...` runs the command line of lm-eval with the model `kvpress` registered.
 
-lm-eval 0.4.13 finds models of other packages only once their module is imported; later ones read the entry point as well.
+lm-eval 0.4.13 registers a model of another package when its module is imported; later versions also read the entry point.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvpress_eval.lm.require import require_lm_eval
 
 
 def main() -> None:
-    """Run lm-eval with the arguments of this process."""
+    """Run lm-eval with the arguments of the command line."""
     try:
         require_lm_eval()
     except ConfigError as error:

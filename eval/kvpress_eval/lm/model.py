@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model `kvpress` of lm-eval (lm-evaluation-harness): a Hugging Face model whose prompts are read under a press.
 
-All of a prompt but its last token is read under the press; that token, and every one after it, is read alone through the
-compressed cache, whether it is generated or scored. So the first token of an answer already depends on what the press
-kept, and so does an answer of a single letter.
+The press compresses a prompt without its last token. This token and all later ones are decode steps through the compressed
+cache, generated or scored. So even the first token of an answer, or an answer of one letter, depends on the kept pairs.
 """
 
 from __future__ import annotations
@@ -35,23 +34,27 @@ LOADING = (
     "attn_implementation", "cache_dir", "device_map", "local_files_only", "max_memory", "quantization_config", "token",
     "use_safetensors", "variant",
 )  # fmt: skip
-"""Arguments beyond those of HFLM that go to `from_pretrained`."""
+"""Arguments for `from_pretrained` beyond those of HFLM."""
 
 Request = tuple[Any, list[int], list[int]]
-"""What lm-eval asks for: `((context, continuation), context ids, continuation ids)`; no texts for a rolling window."""
+"""Request of lm-eval: `((context, continuation), context ids, continuation ids)`; the texts are None for a rolling window."""
 
 
 @dataclass
 class Held:
-    """What the compressed caches of prompts held, added up over batches."""
+    """Memory of the compressed caches of prompts, summed over batches."""
 
     prompts: int = 0
+    """Number of prompts."""
     bytes: int = 0
+    """Held bytes."""
     uncompressed_bytes: int = 0
+    """Bytes of the same caches without a press."""
     values: float = 0.0
+    """Key and value numbers of the uncompressed caches."""
 
     def add(self, cache: Cache, prompts: int) -> None:
-        """Measure one more cache."""
+        """Add the memory of a cache of `prompts` prompts."""
         report = kvpress.memory_report(cache)
         self.prompts += prompts
         self.bytes += report.total_bytes
@@ -59,7 +62,7 @@ class Held:
         self.values += report.uncompressed_bytes / report.value_bytes
 
     def summary(self) -> dict[str, Any]:
-        """Return means per prompt, and the bits of all bytes held over the values of the uncompressed caches."""
+        """Return means per prompt, and bits per value; None without a prompt."""
         count = self.prompts
         return {
             "prompts": count,
@@ -71,9 +74,12 @@ class Held:
 
 @register_model("kvpress")
 class KVPressLM(HFLM):
-    """HFLM under a press: `pretrained` may be `reference`, `press` is a spec, a dictionary of it, or a press.
+    """HFLM under a press; `pretrained` may be `reference`, `press` is a spec, its dictionary, or a press.
 
-    Everything else is HFLM's, with the same defaults. `held` adds up what the compressed prompts took.
+    All other arguments are those of HFLM, with the same defaults. `held` sums the memory of the compressed prompts.
+
+    Raises:
+        ConfigError: an argument is unknown, the press is invalid, or the model is an encoder-decoder model.
     """
 
     def __init__(
@@ -91,7 +97,7 @@ class KVPressLM(HFLM):
             raise ConfigError(f"{pretrained!r} is an encoder-decoder model; presses work on decoder-only models")
 
     def get_model_info(self) -> dict[str, Any]:
-        """Add the press, and what it held so far, to what lm-eval writes down about a model."""
+        """Return the model's record of lm-eval with the press and its memory so far."""
         press = {"kvpress": kvpress.__version__, "press": kvpress.to_spec(self.press), "held": self.held.summary()}
         return {**super().get_model_info(), **press}
 
@@ -100,7 +106,7 @@ class KVPressLM(HFLM):
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **kwargs: Any) -> Tensor:
         mask = kwargs.get("attention_mask", torch.ones_like(context))
         if int(mask.sum(dim=1).min()) < 2:
-            # Nothing comes before the last token of a prompt that is a single token.
+            # A prompt of one token has no pair to compress before its last token.
             with self.press(self.model):
                 return super()._model_generate(context, max_length, stop, **kwargs)
         cache = self._read(context[:, :-1], mask[:, :-1])
@@ -118,7 +124,7 @@ class KVPressLM(HFLM):
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Score whole texts as HFLM does, in passes that read no cache."""
+        """Score texts as HFLM does, in passes that read no cache; warn that the press has no effect."""
         self._warn("loglikelihood_rolling", requests)
         return super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
 
@@ -138,7 +144,7 @@ class KVPressLM(HFLM):
         contexts: dict[tuple[int, ...], list[int]] = {}
         single_pass = []
         for index, (texts, context, continuation) in enumerate(requests):
-            # As in HFLM, what does not fit is cut off the beginning; the last token of a continuation is not read.
+            # As in HFLM, a context that is too long loses its beginning; the last token of a continuation is not read.
             kept = tuple(context[-max(1, self.max_length + 1 - len(continuation)) :])
             if texts is None or len(kept) < 2:
                 single_pass.append(index)
@@ -160,7 +166,7 @@ class KVPressLM(HFLM):
     def _score(
         self, contexts: Mapping[tuple[int, ...], list[int]], requests: Sequence[Request], override_bs: int | None
     ) -> Iterator[tuple[int, tuple[float, bool]]]:
-        """Read each context once, longest first, and score all its continuations behind copies of its cache."""
+        """Read each context once, longest first, and score its continuations with copies of its cache."""
         order = sorted(contexts, key=lambda context: (-len(context), context))
         size = self.batch_size
         if order and size == "auto":
@@ -168,9 +174,9 @@ class KVPressLM(HFLM):
         for batch in parts(order, size):
             ids, mask = pad_left([context[:-1] for context in batch], self.tokenizer.pad_token_id, self.device)
             cache = self._read(ids, mask)
-            asked = [(row, index) for row, context in enumerate(batch) for index in contexts[context]]
-            asked.sort(key=lambda pair: -len(requests[pair[1]][2]))
-            for pairs in parts(asked, size):
+            continuations = [(row, index) for row, context in enumerate(batch) for index in contexts[context]]
+            continuations.sort(key=lambda pair: -len(requests[pair[1]][2]))
+            for pairs in parts(continuations, size):
                 rows = torch.tensor([row for row, _ in pairs], device=self.device)
                 branch = copy.deepcopy(cache)
                 branch.batch_select_indices(rows)
@@ -181,9 +187,9 @@ class KVPressLM(HFLM):
     def _continue(
         self, cache: Cache, mask: Tensor, last: Sequence[int], continuations: Sequence[list[int]]
     ) -> list[tuple[float, bool]]:
-        """Return log-likelihoods, and whether greedy decoding gives them, of continuations read one token at a time.
+        """Return each continuation's log-likelihood and whether greedy decoding gives it, read token by token.
 
-        Shorter continuations are padded at their end, with tokens that do not count.
+        Shorter continuations are padded at their end with tokens that do not count.
         """
         targets = torch.zeros(len(continuations), max(map(len, continuations)), dtype=torch.long, device=self.device)
         for row, continuation in enumerate(continuations):
@@ -206,7 +212,7 @@ class KVPressLM(HFLM):
 
     @torch.no_grad()
     def _read(self, ids: Tensor, mask: Tensor) -> Cache:
-        """Read prompts, padded on the left, under the press; return their compressed cache."""
+        """Read prompts with left padding under the press; return their compressed cache."""
         cache = new_cache(self.model)
         with self.press(self.model):
             read(self.model, ids, mask, cache)
@@ -215,12 +221,12 @@ class KVPressLM(HFLM):
 
 
 def _refuse_unknown(arguments: Mapping[str, Any]) -> None:
-    """Raise for arguments that neither lm-eval nor the loading of a model knows; they would be ignored or crash late."""
-    known = {*inspect.signature(HFLM.__init__).parameters, "press", *LOADING} - {"self", "kwargs"}
+    """Raise for arguments of neither HFLM nor `from_pretrained`, which would be ignored or fail late."""
+    valid = {*inspect.signature(HFLM.__init__).parameters, "press", *LOADING} - {"self", "kwargs"}
     for name in arguments:
-        if name not in known:
+        if name not in valid:
             raise ConfigError(
-                f"{unknown_name('model argument', name, known)}; commas inside a press need model_args as JSON: "
+                f"{unknown_name('model argument', name, valid)}; commas inside a press need model_args as JSON: "
                 """--model_args '{"pretrained": "reference", "press": "snapkv:0.5,window_size=32"}'"""
             )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tasks of lm-eval need beside the harness."""
+"""Check for the optional packages that tasks of lm-eval need."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ _PARTS = ("lm_eval", "accelerate")
 
 
 def require_lm_eval() -> None:
-    """Raise unless lm-eval and what its Hugging Face models need are installed."""
-    for part in _PARTS:
-        if importlib.util.find_spec(part) is None:
-            raise ConfigError(f"{part} is not installed; tasks of lm-eval need: pip install 'kvpress-toolkit[lm-eval]'")
+    """Raise a ConfigError unless lm-eval and the packages of its Hugging Face models are installed."""
+    for package in _PARTS:
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"{package} is not installed; tasks of lm-eval need: pip install 'kvpress-toolkit[lm-eval]'"
+            )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Presses on tasks of lm-eval: one model, every press, lm-eval's own scores and errors, and what the cache held."""
+"""Evaluate presses on tasks of lm-eval: its scores and standard errors, and the memory of the cache."""
 
 from __future__ import annotations
 
@@ -27,23 +27,29 @@ from kvpress_eval.run.environment import describe_run
 from kvpress_eval.run.models import load_engine, read_settings, source_of
 
 _KEPT = ("results", "groups", "configs", "versions", "n-shot", "n-samples", "higher_is_better", "config")
-"""What is written of lm-eval's record of an evaluation; the rest describes the machine once more."""
+"""Keys that are stored of lm-eval's record; its other keys describe the machine, as our own record does."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Names of tasks, groups or tags of lm-eval (or patterns of them), and the options that lm-eval takes for them."""
+    """Tasks of lm-eval and their options."""
 
     tasks: tuple[str, ...]
+    """Names of tasks, groups or tags, or patterns of names."""
     include: Path | None = None
+    """Folder with task files."""
     limit: int | None = None
+    """First samples of each task; None for all."""
     num_fewshot: int | None = None
+    """Examples in a prompt; None for the number of the task."""
     chat_template: bool = False
+    """Put prompts into the chat template of the model."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Settings for tasks that are generated, such as lengths."""
 
 
 def compare(config: RunConfig, selection: Selection, console: Console) -> dict[str, Any]:
-    """Evaluate the presses of a configuration on tasks of lm-eval; return what was measured with, and each result.
+    """Evaluate the presses of a configuration on tasks of lm-eval; return a record of the settings and all results.
 
     Raises:
         ConfigError: there is no such task, or a press does not suit the model.
@@ -58,9 +64,9 @@ def compare(config: RunConfig, selection: Selection, console: Console) -> dict[s
         console.print(Text(press))
         lm = KVPressLM(engine.model, press, tokenizer=engine.tokenizer, batch_size=config.batch_size)
         scores = _evaluate(lm, press, tasks, selection)
-        whole = lm.held.prompts > 0 and left_whole(lm.press, 1, lm.held.bytes, lm.held.uncompressed_bytes)
-        measured.append({**scores, "compressed": not whole})
-        if whole:
+        uncompressed = lm.held.prompts > 0 and left_whole(lm.press, 1, lm.held.bytes, lm.held.uncompressed_bytes)
+        measured.append({**scores, "compressed": not uncompressed})
+        if uncompressed:
             console.print(Text(f"{press}: {left_whole_note(lm.press)}", style="red"))
     settings = {
         "model": config.model,
@@ -74,7 +80,12 @@ def compare(config: RunConfig, selection: Selection, console: Console) -> dict[s
 
 
 def load_tasks(selection: Selection, model: str) -> list[Any]:
-    """Return the tasks with their data; tasks that are generated, such as RULER's, take the tokenizer of `model`."""
+    """Return the tasks with their data; generated tasks, such as RULER's, use the tokenizer of `model`.
+
+    Raises:
+        ConfigError: no task is named, there is no such task, or no folder `include`.
+        DataError: the data of a task cannot be read.
+    """
     if not selection.tasks:
         raise ConfigError("name at least one task of lm-eval")
     if selection.include and not selection.include.is_dir():
@@ -88,8 +99,8 @@ def load_tasks(selection: Selection, model: str) -> list[Any]:
 def _matching(task: str, manager: Any) -> list[str]:
     names: list[str] = manager.match_tasks([task])
     if not names:
-        near = difflib.get_close_matches(task, manager.all_tasks, n=3, cutoff=0.7)
-        hint = f"did you mean {' or '.join(near)}?" if near else "`lm-eval ls tasks` lists all"
+        similar = difflib.get_close_matches(task, manager.all_tasks, n=3, cutoff=0.7)
+        hint = f"did you mean {' or '.join(similar)}?" if similar else "`lm-eval ls tasks` lists all"
         raise ConfigError(f"lm-eval has no task {task!r}: {hint}")
     return names
 
@@ -129,6 +140,6 @@ def _evaluate(lm: KVPressLM, press: str, tasks: Sequence[Any], selection: Select
 
 
 def _flat(tasks: Iterable[Any]) -> Iterator[Any]:
-    """Yield tasks and groups; a tag stands for several."""
+    """Yield tasks and groups; a tag is a list of several."""
     for task in tasks:
         yield from task if isinstance(task, list) else [task]

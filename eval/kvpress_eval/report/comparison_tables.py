@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of presses by figure from the records of `kvpress fidelity` and `kvpress lm-eval`: one for what was asked alike."""
+"""Tables of presses by figure from the records of `kvpress fidelity` and `kvpress lm-eval`, one per set of conditions."""
 
 from __future__ import annotations
 
@@ -17,49 +17,55 @@ from kvpress_eval.results.records import FIDELITY, LM_EVAL, Records
 
 TITLES = {FIDELITY: "Fidelity to the full cache", LM_EVAL: "Tasks of lm-eval"}
 _MEASURED = ("rows", "presses", "kind", "best")
-"""What of a record is figures."""
+"""Keys of a record that hold results; all others describe the run."""
 _MODEL = ("model", "weights", "kvpress", "device", "dtype", "batch_size")
 _ASKED = {
     FIDELITY: ("context", "tokens", "chunk", "text", "texts"),
     LM_EVAL: ("lm_eval", "tasks", "include", "limit", "num_fewshot", "chat_template", "metadata"),
 }
-"""What records must have in common, with the model, for their presses to stand in one table."""
+"""Conditions, besides those of the model, that records in one table share."""
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """Presses that were asked the same, in the order of the page.
-
-    `rows` have for each of the `columns` a text and the value that it sorts by, None where there is none. `lines` are what
-    files take, unrounded, and `terminal` is what the command that measured it prints.
-    """
+    """Table of presses that were measured under the same conditions."""
 
     kind: str
+    """Type of the records."""
     conditions: Mapping[str, Any]
+    """Model and settings that all records share."""
     columns: Sequence[str]
+    """Headings."""
     rows: Sequence[tuple[str, Sequence[tuple[str, float | None]]]]
+    """Each press with a text and a sort value per column, in the order of the page; None has no sort value."""
     note: str
+    """Line below the table."""
     lines: Sequence[dict[str, Any]]
+    """Unrounded values for CSV and Parquet files."""
     terminal: Table
+    """The table as the command prints it."""
     records: Sequence[Mapping[str, Any]]
+    """Records that the table was made from."""
 
     @property
     def name(self) -> str:
-        """The model, how it ran and what it was asked, in words."""
-        asked = self.conditions
-        model = f"{asked['model']}, {asked['dtype']} on {asked['device']}"
+        """Title: the model, dtype and device, and the tasks or lengths."""
+        fields = self.conditions
+        model = f"{fields['model']}, {fields['dtype']} on {fields['device']}"
         if self.kind == LM_EVAL:
-            return f"{model}: {', '.join(asked['tasks'])}"
-        return f"{model}: contexts of {asked['context']} tokens, {asked['tokens']} more in chunks of {asked['chunk']}"
+            return f"{model}: {', '.join(fields['tasks'])}"
+        return (
+            f"{model}: contexts of {fields['context']} tokens, {fields['tokens']} more in chunks of {fields['chunk']}"
+        )
 
     @property
     def told(self) -> dict[str, Any]:
-        """What decides the figures beside what the name says, where it is given."""
-        said = ("model", "dtype", "device", "context", "tokens", "chunk", "tasks", "text")
-        asked = {key: value for key, value in self.conditions.items() if key not in said and value}
+        """Conditions that are set and not part of the name."""
+        named = ("model", "dtype", "device", "context", "tokens", "chunk", "tasks", "text")
+        details = {key: value for key, value in self.conditions.items() if key not in named and value}
         if self.kind == FIDELITY:
-            asked["texts"] = f"{self.conditions['text'] or 'made from the tasks'} ({self.conditions['texts']})"
-        return asked
+            details["texts"] = f"{self.conditions['text'] or 'made from the tasks'} ({self.conditions['texts']})"
+        return details
 
     def to_markdown(self) -> str:
         """Return the table as Markdown."""
@@ -68,16 +74,16 @@ class Sheet:
 
 
 def about(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a record was measured with: everything but its figures."""
+    """Return the description of a run: its record without the results."""
     return {key: value for key, value in record.items() if key not in _MEASURED}
 
 
-def make_sheets(found: Records) -> list[Sheet]:
-    """Return a table for each model, setting and question; of a press that was measured twice, the newer figures count."""
+def make_sheets(measured: Records) -> list[Sheet]:
+    """Return one table per set of conditions; if a press was measured twice, the newer figures count."""
     sheets = []
     for kind, make in ((FIDELITY, _fidelity_sheet), (LM_EVAL, _lm_eval_sheet)):
         groups: dict[str, list[dict[str, Any]]] = {}
-        for record in found.of(kind):
+        for record in measured.of(kind):
             groups.setdefault(hash_json(_conditions(record)), []).append(record)
         sheets += [make(records) for records in groups.values()]
     return sheets
@@ -91,7 +97,7 @@ def _fidelity_sheet(records: Sequence[dict[str, Any]]) -> Sheet:
         kind=FIDELITY,
         conditions=_conditions(records[0]),
         columns=[figure.heading.replace("\n", " ") for figure in figures],
-        rows=[(row["press"], [(one.text(row), _finite(row.get(one.key))) for one in figures]) for row in rows],
+        rows=[(row["press"], [(column.text(row), _finite(row.get(column.key))) for column in figures]) for row in rows],
         note=f"Perplexity of the full cache: {rows[0]['full_perplexity']:.3f}.",
         lines=[{key: value for key, value in row.items() if not isinstance(value, list)} for row in rows],
         terminal=fidelity_table.to_table(rows),
@@ -145,11 +151,11 @@ def _score(line: Mapping[str, Any] | None) -> tuple[str, float | None]:
 
 
 def _conditions(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the conditions of a record, whichever part of it they are in."""
-    given = {**record["config"], **record}
-    return {key: given.get(key) for key in (*_MODEL, *_ASKED[record["kind"]])}
+    """Return the conditions of a record, from its top level or its configuration."""
+    fields = {**record["config"], **record}
+    return {key: fields.get(key) for key in (*_MODEL, *_ASKED[record["kind"]])}
 
 
 def _finite(value: float | None) -> float | None:
-    """Return what a column can be sorted by."""
+    """Return the sort value of a number; None if it is missing or not finite."""
     return value if value is not None and math.isfinite(value) else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records as CSV and Parquet, for other programs."""
+"""Convert records to CSV and Parquet."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pyarrow import parquet
 
 
 def to_csv(records: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return records as CSV: lists are JSON, an empty field is a value that a record does not have."""
+    """Return records as CSV; lists and mappings are JSON, a missing value is an empty field."""
     out = io.StringIO()
     columns = _columns(records)
     writer = csv.writer(out, lineterminator="\n")
@@ -32,13 +32,13 @@ def to_parquet(records: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def _columns(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the values by name; every name of any record is a column."""
+    """Return the values of each column, one per record; the columns are all keys of all records."""
     names = dict.fromkeys(name for record in records for name in record)
     return {name: [_clean(record.get(name)) for record in records] for name in names}
 
 
 def _array(values: list[Any]) -> Any:
-    """Return a column; values of different types, such as two sorts of settings, are JSON, and so are empty mappings."""
+    """Return a column; values of mixed types become JSON, and so do empty mappings, which Parquet cannot store."""
     try:
         array = pa.array(values)
     except (pa.ArrowInvalid, pa.ArrowTypeError):
@@ -49,7 +49,7 @@ def _array(values: list[Any]) -> Any:
 
 
 def _clean(value: Any) -> Any:
-    """Replace halves of surrogate pairs, which a model can write and no file can hold."""
+    """Replace lone surrogates, which a model can generate and UTF-8 cannot encode."""
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
     if isinstance(value, list):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of `kvpress fidelity` as tables for the terminal."""
+"""Tables of `kvpress fidelity` for the terminal."""
 
 from __future__ import annotations
 
@@ -15,15 +15,19 @@ from kvpress_eval.common.terminal import Name, number, plain_table
 
 @dataclass(frozen=True)
 class Figure:
-    """A column of a table: its heading, its key in a row, and how many decimals of `factor` times the value are shown."""
+    """Column of a table."""
 
     heading: str
+    """Heading, with line breaks."""
     key: str
+    """Key of the value in a row of a record."""
     digits: int
+    """Decimals."""
     factor: float = 1.0
+    """Factor that the value is multiplied by, such as 100 for per cent."""
 
     def text(self, row: Mapping[str, Any]) -> str:
-        """Write the figure of a row, a dash where it was not measured."""
+        """Return the figure of a row as text; a dash if it was not measured."""
         value = row.get(self.key)
         return number(None if value is None else self.factor * value, self.digits)
 
@@ -62,8 +66,11 @@ def to_layer_table(rows: Iterable[dict[str, Any]]) -> Table:
     """Return the figures of every layer as a table for the terminal, one section per press."""
     table = plain_table(["press"], ["layer", "output error\nrunning", "output error\nisolated", "attention\nrecall %"])
     for row in rows:
-        layers = [{one.key: row[f"{one.key}_by_layer"][i] for one in LAYER_FIGURES} for i in range(len(row["layers"]))]
+        layers = [
+            {figure.key: row[f"{figure.key}_by_layer"][i] for figure in LAYER_FIGURES}
+            for i in range(len(row["layers"]))
+        ]
         names = [row["press"], *("" for _ in layers)]
         for name, layer, figures in zip(names, [*row["layers"], "mean"], [*layers, row], strict=True):
-            table.add_row(Name(name), str(layer), *(one.text(figures) for one in LAYER_FIGURES))
+            table.add_row(Name(name), str(layer), *(figure.text(figures) for figure in LAYER_FIGURES))
     return table

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accuracy against memory and against speed: which presses are beaten by none on both."""
+"""Plot accuracy against memory and against speed, with the Pareto frontier of presses."""
 
 from __future__ import annotations
 
@@ -23,22 +23,30 @@ _SHORT = 24
 
 @dataclass(frozen=True)
 class Point:
-    """A press in one plot; smaller `cost` and larger `accuracy` are better, both in the units of the axes."""
+    """A press in one plot, in the units of the axes."""
 
     label: str
+    """Spec of the press."""
     cost: float
+    """Memory or time; smaller is better."""
     accuracy: float
+    """Accuracy in per cent."""
     low: float
+    """Lower bound of the accuracy's confidence interval."""
     high: float
+    """Upper bound."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """What a plot has on its horizontal axis."""
+    """Horizontal axis of a plot."""
 
     title: str
+    """Title below the axis."""
     unit: str
+    """Unit behind each number."""
     log: bool
+    """Logarithmic to base 2."""
 
 
 MEMORY = Axis("Cache size, % of the uncompressed cache", "%", log=True)
@@ -46,19 +54,19 @@ SPEED = Axis("Time per generated token, ms", " ms", log=False)
 
 
 def memory_points(summaries: Sequence[PressSummary]) -> list[Point]:
-    """Return the presses with their measured bytes relative to an uncompressed cache."""
+    """Return the presses with their measured bytes in per cent of an uncompressed cache."""
     return [_point(s, s.accuracy, 100 / s.factor) for s in summaries if s.accuracy and s.factor]
 
 
 def speed_points(summaries: Sequence[PressSummary]) -> list[Point]:
-    """Return the presses with their measured time per generated token."""
+    """Return the presses with their measured milliseconds per generated token."""
     return [
         _point(s, s.accuracy, s.milliseconds_per_token) for s in summaries if s.accuracy and s.milliseconds_per_token
     ]
 
 
 def frontier(points: Sequence[Point]) -> list[Point]:
-    """Return the points that no other one beats on cost without losing accuracy, cheapest first."""
+    """Return the Pareto frontier, cheapest first: points with a higher accuracy than every cheaper point."""
     best: list[Point] = []
     for point in sorted(points, key=lambda point: (point.cost, -point.accuracy)):
         if not best or point.accuracy > best[-1].accuracy:
@@ -67,7 +75,7 @@ def frontier(points: Sequence[Point]) -> list[Point]:
 
 
 def frontier_svg(points: Sequence[Point], axis: Axis) -> Markup:
-    """Return one plot as a part of a page."""
+    """Return one plot as SVG for a page."""
     return to_svg(
         lambda figure: draw(figure.add_subplot(), points, axis, _SHORT if is_narrow(figure) else None),
         f"Accuracy against: {axis.title}",
@@ -78,15 +86,15 @@ def frontier_files(summaries: Sequence[PressSummary], formats: Sequence[str] = F
     """Return both plots side by side, as a file of each format by its name."""
 
     def both(figure: Figure) -> None:
-        left, right = figure.subplots(1, 2)
-        draw(left, memory_points(summaries), MEMORY)
-        draw(right, speed_points(summaries), SPEED)
+        memory_axes, speed_axes = figure.subplots(1, 2)
+        draw(memory_axes, memory_points(summaries), MEMORY)
+        draw(speed_axes, speed_points(summaries), SPEED)
 
     return to_files(both, "frontier", (13, 5), formats)
 
 
 def draw(axes: Axes, points: Sequence[Point], axis: Axis, width: int | None = None) -> None:
-    """Draw the presses of one plot: the frontier in colour, what it beats in grey; `width` characters in a line of a label."""
+    """Draw the presses of one plot, the frontier in colour and all others in grey; `width` limits the lines of labels."""
     accuracy_axes(axes, axis.title)
     if not points:
         axes.text(0.5, 0.5, "no complete results", transform=axes.transAxes, ha="center", color=MUTED)
@@ -108,7 +116,7 @@ def draw(axes: Axes, points: Sequence[Point], axis: Axis, width: int | None = No
 
 
 def accuracy_axes(axes: Axes, title: str) -> None:
-    """Give axes their titles and a grid; accuracies in per cent go up."""
+    """Set the titles and the grid of axes; the vertical axis is the accuracy in per cent."""
     axes.set_xlabel(title)
     axes.set_ylabel("Accuracy, %")
     axes.set_ylim(-4, 108)
@@ -120,7 +128,7 @@ def accuracy_axes(axes: Axes, title: str) -> None:
 
 
 def _steps(best: Sequence[Point]) -> list[Segment]:
-    """Return the line under which a press is beaten: from each point right, then up to the next."""
+    """Return the staircase of the frontier: from each point right, then up to the next."""
     steps: list[Segment] = []
     for point, following in pairwise(best):
         steps.append((point.cost, point.accuracy, following.cost, point.accuracy))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of a report."""
+"""Render the page of a report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvpress_eval.results.summary import Place, PressSummary, conclusion, place_
 
 
 def to_html(results: Results, boards: Sequence[Board], sources: Sequence[str], sheets: Sequence[Sheet] = ()) -> str:
-    """Return the page. Everything a model or a file said is escaped by the template."""
+    """Return the page; the template escapes all text of models and files."""
     used = {row["measured"]["run"] for cell in results.cells for row in cell.rows}
     runs = [record for name, record in results.records.items() if name in used]
     return page.render(
@@ -37,29 +37,29 @@ def to_html(results: Results, boards: Sequence[Board], sources: Sequence[str], s
 
 
 def needle_grids(summaries: Sequence[PressSummary]) -> list[dict[str, Any]]:
-    """Return one heat map per task: its lengths and depths, and the presses with their accuracy at (length, depth)."""
+    """Return one heat map per task: lengths, depths, and the accuracy of each press by (length, depth)."""
     places = dict.fromkeys(place for summary in summaries for place in summary.grid)
     grids = []
     for task in dict.fromkeys(task for task, _, _ in places):
-        own = [(length, depth) for name, length, depth in places if name == task]
+        cells = [(length, depth) for name, length, depth in places if name == task]
         presses = [
             (s.press, {(n, d): value for (name, n, d), value in s.grid.items() if name == task}) for s in summaries
         ]
         lengths, depths = (
-            sorted({length for length, _ in own}),
-            sorted({depth for _, depth in own if depth is not None}),
+            sorted({length for length, _ in cells}),
+            sorted({depth for _, depth in cells if depth is not None}),
         )
         grids.append({"task": task, "lengths": lengths, "depths": depths, "presses": presses})
     return grids
 
 
 def shown_sample(cells: Sequence[CellResult]) -> dict[str, Any] | None:
-    """Return the context that most presses were recorded on, and per press its answer and what it kept."""
+    """Return the context that was recorded with the most presses, with the answer and the kept tokens of each press."""
     recorded = [(place_of(cell), cell.kept["sample"], cell, cell.kept) for cell in cells if cell.kept]
     if not recorded:
         return None
-    most: tuple[Place, str] = Counter((place, sample) for place, sample, *_ in recorded).most_common(1)[0][0]
-    chosen = [(cell, kept) for place, sample, cell, kept in recorded if (place, sample) == most]
+    most_recorded: tuple[Place, str] = Counter((place, sample) for place, sample, *_ in recorded).most_common(1)[0][0]
+    chosen = [(cell, kept) for place, sample, cell, kept in recorded if (place, sample) == most_recorded]
     presses = [
         {
             "press": cell.press,
@@ -68,9 +68,9 @@ def shown_sample(cells: Sequence[CellResult]) -> dict[str, Any] | None:
         }
         for cell, kept in chosen
     ]
-    # A press that drops something says more than one that keeps everything.
-    least = [min((share for shares in kept["budgets"] for share in shares), default=1) for _, kept in chosen]
-    opened = next((number for number, share in enumerate(least, 1) if share < 1), 1)
+    # Open the first press that drops a token: the map of a press that keeps all shows nothing.
+    least_shares = [min((share for shares in kept["budgets"] for share in shares), default=1) for _, kept in chosen]
+    opened = next((number for number, share in enumerate(least_shares, 1) if share < 1), 1)
     return {**chosen[0][1], "presses": presses, "opened": opened}
 
 

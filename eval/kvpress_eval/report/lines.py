@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accuracy as lines: over the length of the context, and over the ratio of presses that were run at several."""
+"""Plot accuracy over the length of the context, and over the ratio of presses."""
 
 from __future__ import annotations
 
@@ -21,22 +21,24 @@ from kvpress_eval.results.summary import BASELINE, PressSummary
 _RATIO = re.compile(
     r"(?<=:)(compression_ratio=)?(0(?:\.\d+)?|\.\d+)(?![\w.])|(?<=,)(compression_ratio=)(0?\.\d+)(?![\w.])"
 )
-"""A ratio in the name of a press: the first argument, or the one with that name."""
+"""Ratio in a spec: the first argument, or the argument `compression_ratio`."""
 _MARKERS = "osD^vP*X"
 _LEGEND = 46
-"""Characters in a line of the legend."""
+"""Maximum characters in a line of the legend."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """The accuracies of a press, or of several that differ in their ratio, by what is on the horizontal axis."""
+    """Accuracies of one press, or of presses that differ in their ratio only."""
 
     label: str
+    """Name in the legend."""
     points: Mapping[float, float]
+    """Accuracy by length or ratio."""
 
 
 def length_lines(summaries: Sequence[PressSummary]) -> list[Line]:
-    """Return the accuracy of every press at each length, where there are several lengths."""
+    """Return one line per press with its accuracy at each length; presses with a single length are left out."""
     lines = [
         Line(s.press, {length: value for length, value in sorted(s.lengths.items()) if length and value is not None})
         for s in summaries
@@ -45,7 +47,7 @@ def length_lines(summaries: Sequence[PressSummary]) -> list[Line]:
 
 
 def ratio_lines(summaries: Sequence[PressSummary]) -> list[Line]:
-    """Return the accuracy at each ratio of the presses that were run at several; `none` is that of ratio 0."""
+    """Return one line per press that has results at several ratios; the press `none` is their point at ratio 0."""
     families: dict[str, dict[float, float]] = {}
     none = next((s.accuracy.mean for s in summaries if s.press == BASELINE and s.accuracy), None)
     for summary in summaries:
@@ -57,27 +59,27 @@ def ratio_lines(summaries: Sequence[PressSummary]) -> list[Line]:
 
 
 def split_ratio(press: str) -> tuple[str, float | None]:
-    """Return the name of a press with `{ratio}` in the place of its ratio, and the ratio; None unless there is exactly one."""
-    found = list(_RATIO.finditer(press))
-    if len(found) != 1:
+    """Return a spec with its ratio replaced by `{ratio}`, and the ratio; None unless there is exactly one."""
+    matches = list(_RATIO.finditer(press))
+    if len(matches) != 1:
         return press, None
-    (one,) = found
-    named, value = (one[1] or "", one[2]) if one[2] else (one[3], one[4])
-    return f"{press[: one.start()]}{named}{{ratio}}{press[one.end() :]}", float(value)
+    (match,) = matches
+    named, value = (match[1] or "", match[2]) if match[2] else (match[3], match[4])
+    return f"{press[: match.start()]}{named}{{ratio}}{press[match.end() :]}", float(value)
 
 
 def length_svg(lines: Sequence[Line]) -> Markup:
-    """Return the plot over lengths as a part of a page."""
+    """Return the plot over lengths as SVG for a page."""
     return to_svg(lambda figure: _draw_lengths(figure, lines), "Accuracy against length")
 
 
 def ratio_svg(lines: Sequence[Line]) -> Markup:
-    """Return the plot over ratios as a part of a page."""
+    """Return the plot over ratios as SVG for a page."""
     return to_svg(lambda figure: _draw_ratios(figure, lines), "Accuracy against ratio")
 
 
 def line_files(summaries: Sequence[PressSummary], formats: Sequence[str] = FORMATS) -> dict[str, bytes]:
-    """Return the plots that there are results for, as a file of each format by its name."""
+    """Return the plots that have results, as a file of each format by its name."""
     files: dict[str, bytes] = {}
     if lengths := length_lines(summaries):
         files |= to_files(lambda figure: _draw_lengths(figure, lengths), "lengths", (8, 5), formats)
@@ -100,7 +102,7 @@ def _draw_ratios(figure: Figure, lines: Sequence[Line]) -> None:
 
 
 def _draw(figure: Figure, lines: Sequence[Line], title: str) -> Axes:
-    """Draw the lines with their names below them, the best first; presses with the same colour have another sign."""
+    """Draw the lines with a legend below, the best press first; lines of one colour differ in their markers."""
     axes = figure.add_subplot()
     accuracy_axes(axes, title)
     colours = colormaps["tab10"].colors  # type: ignore[attr-defined]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scores in a record of `kvpress lm-eval`, read without lm-eval itself."""
+"""Read the scores in a record of `kvpress lm-eval`, without the package lm-eval."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvpress_eval.common.terminal import Name, number, plain_table
 
 
 def scores(measured: Mapping[str, Any]) -> Iterator[tuple[str, str, float, float | None, int | None]]:
-    """Yield the task, metric, value, standard error and number of samples of one press's results."""
+    """Yield task, metric, value, standard error and number of samples from the results of one press."""
     for task, metrics in {**measured["results"], **measured.get("groups", {})}.items():
         for name, value in metrics.items():
             metric, comma, chosen = name.partition(",")
@@ -25,7 +25,7 @@ def scores(measured: Mapping[str, Any]) -> Iterator[tuple[str, str, float, float
 
 
 def to_table(record: Mapping[str, Any]) -> Table:
-    """Return one row per press, task and metric."""
+    """Return a table with one row per press, task and metric."""
     table = plain_table(["press", "task", "metric"], ["value", "std. error", "samples", "bits/value"])
     for measured in record["presses"]:
         bits = number(measured["held"]["bits_per_value"], 2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages that need no network and no server: templates, the script in them, and what they show of kept tokens."""
+"""Render self-contained pages: templates, their script, and the map of kept tokens."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from markupsafe import Markup, escape
 from kvpress_eval.report import table
 
 SHADES = 8
-"""Steps from a token that no head kept to one that all did; a token that any head kept has the first."""
+"""Number of shades for the share of heads that kept a token; 0 is a token that no head kept."""
 
 
 def render(template: str, /, **values: Any) -> str:
-    """Fill in a template. Whatever is not a template is escaped, and no script but the template's own may run."""
+    """Return a template with its values, which are escaped; only the template's own script may run."""
     script = resources.files("kvpress_eval.report").joinpath("templates/page.js").read_text(encoding="utf-8")
     script = script.replace("SHADES", str(SHADES))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -38,19 +38,19 @@ def render(template: str, /, **values: Any) -> str:
 
 
 def breakable(press: str) -> Markup:
-    """Return the name of a press with places where a line may end."""
+    """Return a spec as HTML that may break a line after its punctuation."""
     return Markup(re.sub(r"([,:(_])", r"\1<wbr>", str(escape(press))))  # noqa: S704
 
 
 def kept_view(kept: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the macro of that name shows of a record of `run.kept`."""
+    """Return the values for the template macro `kept_view`, from a record of `run.kept`."""
     budgets, heads = kept["budgets"], kept.get("heads") or [[] for _ in kept["budgets"]]
     layers = [
-        [{"share": share, "tokens": marks} for share, marks in zip(shares, own or [""] * len(shares), strict=True)]
-        for shares, own in zip(budgets, heads, strict=True)
+        [{"share": share, "tokens": marks} for share, marks in zip(shares, masks or [""] * len(shares), strict=True)]
+        for shares, masks in zip(budgets, heads, strict=True)
     ]
     tokens, answer = kept.get("tokens", []), set(kept.get("answer", ()))
-    shades = _shades([marks for own in heads for marks in own], len(tokens))
+    shades = _shades([marks for masks in heads for marks in masks], len(tokens))
     pieces = [
         (token, shade, number in answer) for number, (token, shade) in enumerate(zip(tokens, shades, strict=True))
     ]
@@ -58,7 +58,7 @@ def kept_view(kept: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shades(heads: list[str], tokens: int) -> list[int]:
-    """Return how dark each token is: by the fraction of heads that kept it."""
+    """Return the shade of each token, 0 to `SHADES`, by the share of heads that kept it; `heads` are bit masks in hex."""
     counts = np.zeros(tokens)
     for marks in heads:
         octets = np.frombuffer(bytes.fromhex(marks + "0" * (len(marks) % 2)), dtype=np.uint8)

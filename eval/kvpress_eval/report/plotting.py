@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all plots have in common: their style, their colours, and how they become parts of a page and files."""
+"""Style and colours of all plots, and their conversion to SVG and files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 INK, MUTED, GRID, ACCENT = "#1f2933", "#9aa5b1", "#e4e7eb", "#0b69a3"
 FORMATS = ("png", "svg", "pdf")
 _WIDE, _NARROW = (7.2, 4.6), (4.0, 4.6)
-"""Inches of a plot on a page, on a screen and on a phone."""
+"""Size of a plot in inches, for screens and for phones."""
 _THEMED = {
     INK: "var(--ink)",
     MUTED: "var(--faint)",
@@ -23,7 +23,7 @@ _THEMED = {
     ACCENT: "var(--accent)",
     "#ffffff": "var(--page)",
 }
-"""The page, light or dark, says what a colour is."""
+"""CSS variables in place of colours, so that plots follow the light or dark theme of the page."""
 _STYLE = {
     "font.family": "sans-serif",
     "font.size": 9,
@@ -35,14 +35,14 @@ _STYLE = {
     "ytick.color": INK,
 }
 _UNDATED = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
-"""The same results are the same files."""
+"""Metadata without a date, so that the same results give the same files."""
 
 Draw = Callable[[Figure], None]
-"""Draws into an empty figure."""
+"""Function that draws into an empty figure."""
 
 
 def to_svg(draw: Draw, title: str) -> Markup:
-    """Return a plot as two `<svg>` elements in the colours of the page around them: one for screens, one for phones."""
+    """Return a plot as two `<svg>` elements in the colours of the page: one for screens, one for phones."""
     return Markup("\n".join(_element(draw, title, size, name) for size, name in ((_WIDE, "wide"), (_NARROW, "narrow"))))  # noqa: S704
 
 
@@ -61,7 +61,7 @@ def to_files(draw: Draw, name: str, size: tuple[float, float], formats: Sequence
 
 
 def is_narrow(figure: Figure) -> bool:
-    """Whether a plot is for a phone, and its texts have to be short."""
+    """Return whether a plot is for a phone, so that its texts must be short."""
     return bool(figure.get_figwidth() <= _NARROW[0])
 
 
@@ -73,7 +73,7 @@ def _element(draw: Draw, title: str, size: tuple[float, float], name: str) -> st
         out = io.StringIO()
         figure.savefig(out, format="svg", metadata=_UNDATED["svg"], transparent=True)
     text = out.getvalue()
-    # A page has several plots: only names that are unique, by their hash, may stay.
+    # A page has several plots, so an id must be unique: only ids with a hash stay.
     text = re.sub(r' id="[A-Za-z][\w.]*_\d+"', "", text[text.index("<svg") :])
     for colour, themed in _THEMED.items():
         text = text.replace(colour, themed)

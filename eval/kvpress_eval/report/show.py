@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What presses keep of a text of your own, as a page."""
+"""Show the tokens of a text that presses keep, as a page."""
 
 from __future__ import annotations
 
@@ -24,18 +24,22 @@ from kvpress_eval.run.models import Engine, check_lengths, load_engine
 
 @dataclass(frozen=True)
 class Shown:
-    """What a press did to a text: what it holds in memory, what each head kept, and what the press does besides."""
+    """Result of one press on a text."""
 
     press: str
+    """Spec of the press."""
     memory: MemoryReport
+    """Memory of the compressed cache."""
     kept: dict[str, Any]
+    """Kept tokens of each head, with the texts of the tokens."""
     notes: tuple[str, ...]
+    """Effects of the press, in words."""
 
 
 def show(config: RunConfig, text: str, tokens: int | None) -> tuple[list[Shown], dict[str, Any]]:
     """Read the first `tokens` tokens of a text, or all, with each press of a configuration.
 
-    Returns one result per press, and the record of what it was done with.
+    Return one result per press, and a record of the model and the settings.
 
     Raises:
         ConfigError: a press does not suit the model, or the text is too long for the model.
@@ -55,16 +59,16 @@ def show(config: RunConfig, text: str, tokens: int | None) -> tuple[list[Shown],
 
 
 def to_html(shown: Sequence[Shown], record: dict[str, Any], name: str) -> str:
-    """Return the page about a text called `name`."""
+    """Return the page for the text `name`."""
     views = [(item, page.kept_view(item.kept)) for item in shown]
     return page.render("show.html.j2", shown=views, record=record, name=name)
 
 
 def read_text(path: Path, standard_input: Any) -> str:
-    """Return the text in a file, or what comes from standard input for `-`.
+    """Return the text of a file, or of standard input for `-`.
 
     Raises:
-        DataError: it cannot be read, or is no UTF-8.
+        DataError: the file cannot be read, or is not UTF-8.
     """
     try:
         data = standard_input.read() if str(path) == "-" else path.read_bytes()
@@ -86,7 +90,7 @@ def _read(engine: Engine, spec: str, ids: list[int], pieces: dict[str, Any]) -> 
 
 
 def _notes(press: Any, memory: MemoryReport) -> tuple[str, ...]:
-    """Say what a press does, in particular what a map of kept tokens cannot show."""
+    """Describe the effects of a press, including those that a map of kept tokens cannot show."""
     notes = []
     recipe = press.recipe()
     if recipe.is_identity:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The result table: on the terminal, as Markdown, as records for files."""
+"""Result table: for the terminal, as Markdown or LaTeX, and as records for files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvpress_eval.results.summary import Place, PressSummary
 from kvpress_eval.tasks.longbench.subsets import averages
 
 _NARROW = 100
-"""Terminals with fewer columns than this leave out some figures; the stars of the differences move to the accuracy."""
+"""Narrower terminals, in characters, omit some columns; the accuracy then has the star of the difference."""
 
 _MEASURED = (
     "p_value", "bytes", "factor", "end_factor", "bits_per_value", "kept", "prefill_seconds", "milliseconds_per_token",
@@ -27,11 +27,14 @@ _MEASURED = (
 
 @dataclass(frozen=True)
 class Column:
-    """A heading and how to write its value; on a terminal, long texts fold and the others do not."""
+    """Column of the result table."""
 
     heading: str
+    """Heading; a space is a line break on a terminal."""
     text: Callable[[PressSummary], str]
+    """Formats the value of a press."""
     folds: bool = False
+    """Fold long texts on a terminal."""
 
 
 def percent(estimate: Estimate | None) -> str:
@@ -40,23 +43,23 @@ def percent(estimate: Estimate | None) -> str:
 
 
 def interval(estimate: Estimate | None) -> str:
-    """Return the ends of an interval in per cent."""
+    """Return the bounds of a confidence interval in per cent."""
     return MISSING if estimate is None else f"{100 * estimate.low:.0f}-{100 * estimate.high:.0f}"
 
 
 def difference(summary: PressSummary) -> str:
-    """Return the difference from no press in points, starred where it is more than chance."""
+    """Return the difference from no press in percentage points, with a star if it is significant."""
     estimate = summary.difference
     return MISSING if estimate is None else f"{100 * estimate.mean:+.1f}{star(summary)}"
 
 
 def star(summary: PressSummary) -> str:
-    """Return a star for a difference that is more than chance."""
+    """Return a star for a significant difference, else nothing."""
     return "*" if summary.significant else ""
 
 
 def factor(value: float | None) -> str:
-    """Return how many times smaller a cache is."""
+    """Return the factor by which a cache is smaller."""
     return MISSING if value is None else f"{value:.1f}x"
 
 
@@ -83,7 +86,7 @@ COLUMNS = (
 
 
 def print_table(summaries: Sequence[PressSummary], console: Console) -> None:
-    """Print the table, and below it why numbers are missing."""
+    """Print the table, with a note and the reasons for missing numbers below it."""
     narrow = console.width < _NARROW
     columns = [column for column in COLUMNS if not (narrow and column in (DIFFERENCE, BITS, PREFILL))]
     table = plain_table((), (), gap=1 if narrow else 2)
@@ -103,11 +106,11 @@ def print_table(summaries: Sequence[PressSummary], console: Console) -> None:
 
 
 def note(summaries: Sequence[PressSummary]) -> str:
-    """Return what the columns mean, in one line."""
-    most = max((summary.samples for summary in summaries), default=0)
+    """Return a line with the number of samples and the meaning of the stars."""
+    samples = max((summary.samples for summary in summaries), default=0)
     tests = sum(summary.p_value is not None for summary in summaries)
     stars = f" * differs from none: p < {ALPHA:g}, paired permutation test, adjusted by Holm for {tests} presses."
-    return f"{most} samples per press.{stars if tests else ''}"
+    return f"{samples} samples per press.{stars if tests else ''}"
 
 
 def to_markdown(summaries: Sequence[PressSummary]) -> str:
@@ -126,14 +129,14 @@ def markdown(
     note: str,
     problems: Sequence[str] = (),
 ) -> str:
-    """Return rows under their headings as Markdown, and what is to be said below them."""
+    """Return a Markdown table, with a note and problems below it; `aligned` has a rule such as `---:` for each column."""
     cells = [[escaped(text) for text in row] for row in (headings, *rows)]
     lines = [f"| {' | '.join(row)} |" for row in (cells[0], aligned, *cells[1:])]
     return "\n".join([*lines, "", note, *problems]) + "\n"
 
 
 def to_latex(summaries: Sequence[PressSummary]) -> str:
-    """Return the table for LaTeX, with the rules of the package booktabs."""
+    """Return the table as LaTeX; it needs the package booktabs."""
     aligned = "".join("l" if column.folds else "r" for column in COLUMNS)
     rows = [[column.heading.replace("/ ", "/") for column in COLUMNS]]
     rows += [[column.text(summary) for column in COLUMNS] for summary in summaries]
@@ -151,25 +154,25 @@ def to_latex(summaries: Sequence[PressSummary]) -> str:
 
 
 def _latex(text: str) -> str:
-    """Return text without meaning to LaTeX."""
+    """Return text with the special characters of LaTeX escaped."""
     text = re.sub(r"[&%$#_{}]", r"\\\g<0>", " ".join(text.split()).replace("\\", "/"))
     return text.replace("~", r"\textasciitilde{}").replace("^", r"\textasciicircum{}")
 
 
 def escaped(text: str) -> str:
-    """Return text on one line without meaning to Markdown; underscores inside words have none, nor stars after numbers."""
+    """Return text on one line, escaped for Markdown; underscores inside words and stars after digits need no escape."""
     return re.sub(r"[\\`\[\]<>|]|(?<!\d)\*|(?<!\w)_|_(?!\w)", r"\\\g<0>", " ".join(text.split()))
 
 
 def records(summaries: Sequence[PressSummary]) -> list[dict[str, Any]]:
-    """Return unrounded numbers by column name, one record per press; None is a number that was not measured.
+    """Return one record of unrounded numbers per press, by column name; None was not measured.
 
-    After the tasks come lengths, if there are several, and the places of a needle grid, as in `niah_single 1024, depth 0.5`.
+    After the tasks follow the lengths, if there are several, and the cells of a needle grid: `niah_single 1024, depth 0.5`.
     """
-    found = []
+    lines = []
     for summary in summaries:
         lengths = summary.lengths if len(summary.lengths) > 1 else {}
-        found.append(
+        lines.append(
             {
                 "press": summary.press,
                 "samples": summary.samples,
@@ -183,11 +186,11 @@ def records(summaries: Sequence[PressSummary]) -> list[dict[str, Any]]:
                 **{place_name(place): value for place, value in summary.grid.items()},
             }
         )
-    return found
+    return lines
 
 
 def pair_record(pair: Pair) -> dict[str, Any]:
-    """Return unrounded numbers of two presses by column name; the difference is that of the first minus the other."""
+    """Return unrounded numbers of a pair of presses by column name; the difference is the first minus the second press."""
     return {
         "press": pair.press,
         "other": pair.other,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs and records came to: a page for the browser, plots, and tables for people and programs."""
+"""Write the report of runs and records: a page, plots, and tables as Markdown, LaTeX, CSV and Parquet."""
 
 from __future__ import annotations
 
@@ -26,27 +26,35 @@ NAMES = (
     *(f"{table}.{ending}" for table in ("table", "samples", "pairs") for ending in ("csv", "parquet")),
     *(f"{plot}.{ending}" for plot in ("frontier", "lengths", "ratios") for ending in FORMATS),
 )  # fmt: skip
-"""Names of the files that a report of runs consists of, its page first."""
+"""File names of a report of runs, the page first."""
 
 
 @dataclass(frozen=True)
 class Sources:
-    """Where results are: `paths` with folders of runs among them, and records by their file; `skipped` paths hold none."""
+    """Files and folders with results."""
 
     paths: Sequence[Path]
+    """All paths that hold results."""
     runs: Sequence[Path]
+    """Folders of runs."""
     records: Mapping[Path, dict[str, Any] | None]
+    """Records by file; None for a damaged file."""
     skipped: Sequence[Path]
+    """Paths without results."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What `sources` hold: the cells of runs and what was left out, their leaderboards, and tables of records."""
+    """Content of a report."""
 
     results: Results
+    """Cells of runs, and the problems met while reading them."""
     boards: Sequence[Board]
+    """Leaderboards of the runs."""
     sheets: Sequence[Sheet]
+    """Tables of the records."""
     sources: Sequence[str]
+    """Paths that the results come from."""
 
 
 def find_sources(paths: Sequence[Path]) -> Sources:
@@ -57,30 +65,30 @@ def find_sources(paths: Sequence[Path]) -> Sources:
     """
     runs, records = [path for path in paths if is_run(path)], {path: find_records(path) for path in paths}
     skipped = [path for path in paths if path not in runs and not records[path]]
-    found = {file: record for own in records.values() for file, record in own.items()}
-    return Sources([path for path in paths if path not in skipped], runs, found, skipped)
+    by_file = {file: record for files in records.values() for file, record in files.items()}
+    return Sources([path for path in paths if path not in skipped], runs, by_file, skipped)
 
 
 def read_report(sources: Sources) -> Report:
-    """Read what was found.
+    """Read the results of `sources`.
 
     Raises:
-        DataError: there is no result in any, or a file cannot be read.
+        DataError: there is no result, or a file cannot be read.
     """
-    found = check_records(sources.records)
+    records = check_records(sources.records)
     names = [str(path) for path in sources.paths]
-    if not sources.runs and not found.records:
-        raise DataError(f"no results in {', '.join(names)}" + "".join(f"\n{one}" for one in found.problems))
+    if not sources.runs and not records.records:
+        raise DataError(f"no results in {', '.join(names)}" + "".join(f"\n{problem}" for problem in records.problems))
     results = read_runs(sources.runs) if sources.runs else Results([], {})
-    results = replace(results, problems=[*results.problems, *found.problems])
-    return Report(results, make_boards(results), make_sheets(found), names)
+    results = replace(results, problems=[*results.problems, *records.problems])
+    return Report(results, make_boards(results), make_sheets(records), names)
 
 
 def write_outputs(paths: Sequence[Path], out: Path) -> list[Path]:
-    """Write the report of runs and records to `out`, and plots and tables beside it; return where they are.
+    """Write the report of runs and records to `out`, with plots and tables beside it; return the written paths.
 
     Raises:
-        DataError: there is no result in any of the paths, or a file cannot be read.
+        DataError: the paths hold no result, or a file cannot be read.
         OutputError: `out` cannot be written.
     """
     files = render(read_report(find_sources(paths)), out)
@@ -89,7 +97,7 @@ def write_outputs(paths: Sequence[Path], out: Path) -> list[Path]:
 
 
 def render(report: Report, out: Path) -> dict[Path, bytes]:
-    """Return the contents of the page `out`, which comes first, and of the files beside it; their folder is made.
+    """Return the contents of the page `out`, first, and of the files beside it; make their folder.
 
     Raises:
         OutputError: `out` cannot be written.
@@ -101,13 +109,13 @@ def render(report: Report, out: Path) -> dict[Path, bytes]:
 
 
 def write_files(files: Mapping[Path, bytes]) -> None:
-    """Write rendered files, each in one step."""
+    """Write rendered files, each atomically."""
     for path, content in files.items():
         replace_file(path, content)
 
 
 def check_folder(out: Path) -> None:
-    """Refuse a folder of results in which files of other origin have names that the report at the end will write.
+    """Raise if the report that a run writes into `out` at its end would replace a file of other origin.
 
     Raises:
         OutputError: there is such a file.
@@ -116,7 +124,7 @@ def check_folder(out: Path) -> None:
 
 
 def _files(report: Report) -> dict[str, bytes]:
-    """Return the plots and the tables, by the name of their file."""
+    """Return the plots and the tables by file name."""
     lines: dict[str, list[dict[str, Any]]] = {}
     if report.boards:
         pairs = [line for number, board in enumerate(report.boards, 1) for line in _pair_records(number, board)]
@@ -149,5 +157,5 @@ def _press_records(number: int, board: Board) -> list[dict[str, Any]]:
 
 
 def _pair_records(number: int, board: Board) -> list[dict[str, Any]]:
-    """Return one line per two presses of a leaderboard."""
+    """Return one line per pair of presses of a leaderboard."""
     return [{"board": number, **board.conditions, **table.pair_record(pair)} for pair in board.pairs]

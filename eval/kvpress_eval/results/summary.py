@@ -121,16 +121,16 @@ def place_of(result: CellResult) -> Place:
 def _summarise(press: str, cells: Sequence[CellResult], baseline: dict[Place, CellResult]) -> PressSummary:
     complete = all(cell.complete for cell in cells)
     rows = [row for cell in cells for row in cell.rows]
-    others = [baseline.get(place_of(cell)) for cell in cells]
-    pairs = [paired_scores(cell, other) for cell, other in zip(cells, others, strict=True) if other]
+    references = [baseline.get(place_of(cell)) for cell in cells]
+    pairs = [paired_scores(cell, reference) for cell, reference in zip(cells, references, strict=True) if reference]
     comparable = complete and press != BASELINE and sum(map(len, pairs)) == len(rows)
-    size, whole = sum(row["bytes"] for row in rows), sum(row["uncompressed_bytes"] for row in rows)
-    end, end_whole = sum(row["end_bytes"] for row in rows), sum(row["end_uncompressed_bytes"] for row in rows)
+    size, uncompressed = sum(row["bytes"] for row in rows), sum(row["uncompressed_bytes"] for row in rows)
+    end, end_uncompressed = sum(row["end_bytes"] for row in rows), sum(row["end_uncompressed_bytes"] for row in rows)
     milliseconds = _median(row["measured"]["seconds_per_token"] for row in rows) if complete else None
-    whole_contexts = sum(not row.get("compressed", True) for row in rows)
+    num_uncompressed = sum(not row.get("compressed", True) for row in rows)
     problems = [f"{cell.label}: {cell.problem}" for cell in cells if cell.problem]
-    if whole_contexts:
-        problems.append(f"not compressed: {whole_contexts} of {len(rows)} contexts are held as they are")
+    if num_uncompressed:
+        problems.append(f"not compressed: {num_uncompressed} of {len(rows)} contexts are held as they are")
     return PressSummary(
         press=press,
         samples=len(rows),
@@ -140,15 +140,15 @@ def _summarise(press: str, cells: Sequence[CellResult], baseline: dict[Place, Ce
         tasks=_means(cells, lambda cell: cell.task),
         lengths=_means(cells, lambda cell: cell.length),
         bytes=size / len(rows) if complete else None,
-        factor=whole / size if complete else None,
-        end_factor=end_whole / end if complete else None,
+        factor=uncompressed / size if complete else None,
+        end_factor=end_uncompressed / end if complete else None,
         bits_per_value=fmean(row["bits_per_value"] for row in rows) if complete else None,
         kept=fmean(row["kept"] for row in rows) if complete else None,
         prefill_seconds=_median(row["measured"]["prefill_seconds"] for row in rows) if complete else None,
         milliseconds_per_token=milliseconds and 1000 * milliseconds,
         problems=tuple(problems),
         grid=_grid(cells),
-        compressed=whole_contexts < max(1, len(rows)),
+        compressed=num_uncompressed < max(1, len(rows)),
     )
 
 

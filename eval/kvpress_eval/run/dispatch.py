@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the cells of a configuration on the machines of a Ray cluster.
+"""Run the cells of a configuration on the machines of a Ray cluster.
 
 Every worker loads the model once and sends each finished sample to this process. Only this process writes the output folder,
 so that the machines need no shared storage. If a worker is lost, another one runs the missing samples of its cells.
@@ -75,17 +75,17 @@ class _Task:
 
 
 @dataclass(eq=False)
-class _Hand:
+class _WorkerHandle:
     """A worker on the cluster."""
 
     actor: Any
-    waited: Any
-    """Pending result of the actor, None if idle."""
+    pending: Any
+    """Pending result of the actor; None if the worker is idle."""
     introduction: Introduction | None = None
     """None until the worker has loaded the model."""
     task: _Task | None = None
     """Task that it runs."""
-    since: float = 0.0
+    started: float = 0.0
     """Start of the task, in monotonic seconds."""
     busy_seconds: float = 0.0
     """Total time of its finished tasks."""
@@ -108,12 +108,12 @@ def run_on_cluster(config: RunConfig, sources: Sequence[Source], settings: Any, 
         with (
             Interrupt() as interrupt,
             RunProgress(console, total) as progress,
-            _Crew(ray, config, sources, need, progress, interrupt) as crew,
+            _WorkerPool(ray, config, sources, need, progress, interrupt) as pool,
         ):
-            return crew.run()
+            return pool.run()
 
 
-class _Crew:
+class _WorkerPool:
     """Workers of a run, with their tasks."""
 
     def __init__(
@@ -129,92 +129,92 @@ class _Crew:
         self.progress, self.interrupt = progress, interrupt
         self.work = Work()
         self.todo: deque[_Task] = deque()
-        self.hands: list[_Hand] = []
-        self.past: list[_Hand] = []
-        self.most = len(sources) * len(config.presses)
-        self.stillborn = 0
+        self.handles: list[_WorkerHandle] = []
+        self.lost: list[_WorkerHandle] = []
+        self.max_workers = len(sources) * len(config.presses)
+        self.failed_starts = 0
         self.started = time.monotonic()
 
-    def __enter__(self) -> _Crew:
-        room = places(self.ray, self.need, self.most)
-        self.wanted, self.memory = room.workers, room.memory
+    def __enter__(self) -> _WorkerPool:
+        room = places(self.ray, self.need, self.max_workers)
+        self.num_workers, self.memory = room.workers, room.memory
         self.progress.note(
             f"{room.workers} worker{'s' if room.workers > 1 else ''} on {room.nodes} "
             f"machine{'s' if room.nodes > 1 else ''}: each asks for {self.need}"
         )
         for _ in range(room.workers):
-            self._hire()
+            self._request_worker()
         return self
 
     def __exit__(self, *problem: object) -> None:
-        for hand in self.hands:
-            if hand.task:
-                hand.task.claims.close()
-            self.ray.kill(hand.actor)
+        for handle in self.handles:
+            if handle.task:
+                handle.task.claims.close()
+            self.ray.kill(handle.actor)
 
     def run(self) -> Work:
-        """Hand out tasks and store the results until all tasks are finished."""
+        """Assign tasks and store the results until all tasks are finished."""
         is_announced = False
-        while not self._done():
-            waited = {hand.waited: hand for hand in self.hands if hand.waited is not None}
-            if not waited and not any(hand.introduction for hand in self.hands):
-                self._replace()
+        while not self._is_done():
+            pending = {handle.pending: handle for handle in self.handles if handle.pending is not None}
+            if not pending and not any(handle.introduction for handle in self.handles):
+                self._request_replacements()
                 continue
-            ready, _ = self.ray.wait(list(waited), num_returns=1, timeout=_TICK) if waited else ([], [])
+            ready, _ = self.ray.wait(list(pending), num_returns=1, timeout=_TICK) if pending else ([], [])
             for reference in ready:
-                self._take(waited[reference])
+                self._receive(pending[reference])
             if self.interrupt.requested:
-                self._wind_up()
+                self._stop_workers()
             else:
-                self._give()
-            if not is_announced and not any(h.introduction for h in self.hands) and self._seconds > _PATIENCE:
+                self._assign_tasks()
+            if not is_announced and not any(h.introduction for h in self.handles) and self._seconds > _PATIENCE:
                 is_announced = True
                 self.progress.note("waiting for the first worker: the cluster is busy, or the model takes long to load")
-        self._conclude()
+        self._log_end()
         return self.work
 
     @property
     def _seconds(self) -> float:
         return time.monotonic() - self.started
 
-    def _done(self) -> bool:
-        if any(hand.task for hand in self.hands):
+    def _is_done(self) -> bool:
+        if any(handle.task for handle in self.handles):
             return False
         return self.interrupt.requested or (bool(self.work.cells) and not self.todo)
 
-    def _hire(self) -> None:
+    def _request_worker(self) -> None:
         """Request a worker; the cluster starts it as soon as there is room."""
         options = {"num_cpus": self.need.cpus, "num_gpus": self.need.gpus, "memory": self.memory}
         presses = [kvpress.get_press(spec) for spec in self.config.presses]
         # Two concurrent calls: `run`, and `stop`.
         actor = self.ray.remote(Worker).options(max_concurrency=2, **options)
         actor = actor.remote(self.config, presses, free_bytes(self.need, self.memory))
-        self.hands.append(_Hand(actor, actor.introduce.remote()))
+        self.handles.append(_WorkerHandle(actor, actor.introduce.remote()))
 
-    def _take(self, hand: _Hand) -> None:
+    def _receive(self, handle: _WorkerHandle) -> None:
         """Process the pending result of a worker, or the loss of the worker."""
         errors = self.ray.exceptions
         try:
-            if hand.introduction is None:
-                self._meet(hand, self.ray.get(hand.waited))
+            if handle.introduction is None:
+                self._register(handle, self.ray.get(handle.pending))
             else:
-                self._obey(hand, self.ray.get(next(hand.waited)))
+                self._apply(handle, self.ray.get(next(handle.pending)))
         except StopIteration:
-            self._free(hand)
+            self._release(handle)
         except errors.RayTaskError as error:
             cause = error.cause
             raise (cause if isinstance(cause, EvalError) else error) from error
         except errors.RayError as error:
-            self._lose(hand, error)
+            self._handle_loss(handle, error)
 
-    def _meet(self, hand: _Hand, introduction: Introduction) -> None:
+    def _register(self, handle: _WorkerHandle, introduction: Introduction) -> None:
         """Record the introduction of a worker; the first one makes the cells."""
-        hand.introduction, hand.waited = introduction, None
+        handle.introduction, handle.pending = introduction, None
         log_run(self.config.out, introduction.record)
         if not self.work.cells:
             self.work.record, self.names = introduction.record, introduction.names
             self.work.cells = make_cells(self.config, self.sources, *introduction.names)
-            self._divide()
+            self._make_tasks()
             self.started = time.monotonic()
         elif introduction.names != self.names:
             raise ConfigError(
@@ -222,9 +222,9 @@ class _Crew:
                 f"{introduction.names} on another; give each of them the same model"
             )
 
-    def _divide(self) -> None:
+    def _make_tasks(self) -> None:
         """Make tasks of cells of one source, so that they share the reading of contexts; enough tasks for all workers."""
-        tasks_per_source = -(-_PARTS_PER_WORKER * self.wanted // len(self.sources))
+        tasks_per_source = -(-_PARTS_PER_WORKER * self.num_workers // len(self.sources))
         for source in self.sources:
             cells = [cell for cell in self.work.cells if cell.source is source]
             self.todo.extend(
@@ -233,12 +233,12 @@ class _Crew:
         # Longest first, so that all workers finish at about the same time.
         self.todo = deque(sorted(self.todo, key=lambda task: -task.work))
 
-    def _give(self) -> None:
-        for hand in self.hands:
-            while self.todo and hand.introduction and hand.task is None:
-                self._start(hand, self.todo.popleft())
+    def _assign_tasks(self) -> None:
+        for handle in self.handles:
+            while self.todo and handle.introduction and handle.task is None:
+                self._start_task(handle, self.todo.popleft())
 
-    def _start(self, hand: _Hand, task: _Task) -> None:
+    def _start_task(self, handle: _WorkerHandle, task: _Task) -> None:
         """Claim the free cells of a task, and run them on a worker."""
         cells = []
         for cell in task.cells:
@@ -254,16 +254,16 @@ class _Crew:
             return
         rows = {cell.id: task.stores[cell.id].open(cell.spec, task.source.ids) for cell in cells}
         part = Part(task.source, cells, rows, shown=task.source is self.sources[0])
-        hand.task, hand.since = task, time.monotonic()
-        hand.waited = hand.actor.run.options(num_returns="streaming").remote(part)
+        handle.task, handle.started = task, time.monotonic()
+        handle.pending = handle.actor.run.options(num_returns="streaming").remote(part)
 
-    def _obey(self, hand: _Hand, message: Call | Savings) -> None:
+    def _apply(self, handle: _WorkerHandle, message: Call | Savings) -> None:
         """Apply a call or the savings that a worker has sent."""
-        task = hand.task
+        task = handle.task
         if task is None:
             raise RuntimeError("a worker without a task has sent a result")
         if isinstance(message, Savings):
-            hand.savings += message
+            handle.savings += message
             return
         if message.method == "advance":
             task.counted += message.arguments[0]
@@ -272,24 +272,24 @@ class _Crew:
         target = self.progress if message.cell is None else task.stores[message.cell]
         getattr(target, message.method)(*message.arguments)
 
-    def _free(self, hand: _Hand) -> None:
-        if hand.task:
-            hand.task.claims.close()
-            hand.busy_seconds += time.monotonic() - hand.since
-        hand.task = hand.waited = None
+    def _release(self, handle: _WorkerHandle) -> None:
+        if handle.task:
+            handle.task.claims.close()
+            handle.busy_seconds += time.monotonic() - handle.started
+        handle.task = handle.pending = None
 
-    def _lose(self, hand: _Hand, error: Exception) -> None:
+    def _handle_loss(self, handle: _WorkerHandle, error: Exception) -> None:
         """Requeue the task of a lost worker, or fail its cells after `MOST_LOSSES` losses."""
-        self.ray.kill(hand.actor)  # it may still run, only unreachable
-        self.hands.remove(hand)
-        self.past.append(hand)
-        task, hand.task = hand.task, None
+        self.ray.kill(handle.actor)  # an unreachable worker may still run
+        self.handles.remove(handle)
+        self.lost.append(handle)
+        task, handle.task = handle.task, None
         reason = str(error).strip().partition("\n")[0]
         if task is None:
             self.progress.problem(f"a worker was lost before it had loaded the model: {reason}")
-            self.stillborn += 1
+            self.failed_starts += 1
         else:
-            hand.busy_seconds += time.monotonic() - hand.since
+            handle.busy_seconds += time.monotonic() - handle.started
             self.progress.advance(-task.counted)
             self.progress.skip(-task.skipped)
             task.counted, task.skipped, task.losses = 0, 0, task.losses + 1
@@ -298,11 +298,11 @@ class _Crew:
                 self.progress.problem(f"a worker was lost; {where}: run again elsewhere")
                 self.todo.appendleft(task)
             else:
-                self._give_up(task, reason)
+                self._fail_task(task, reason)
         if not self.interrupt.requested:
-            self._replace()
+            self._request_replacements()
 
-    def _give_up(self, task: _Task, reason: str) -> None:
+    def _fail_task(self, task: _Task, reason: str) -> None:
         for cell in task.cells:
             store = task.stores[cell.id]
             if len(store.open(cell.spec, task.source.ids)) < len(task.source.ids):
@@ -311,39 +311,39 @@ class _Crew:
                 self.progress.problem(f"{cell.label}: {message}")
         task.claims.close()
 
-    def _replace(self) -> None:
-        """Start workers where there is room, up to the initial number."""
+    def _request_replacements(self) -> None:
+        """Request workers where there is room, up to the initial number."""
         try:
-            room = places(self.ray, self.need, self.most).workers if self.stillborn < MOST_LOSSES else 0
+            room = places(self.ray, self.need, self.max_workers).workers if self.failed_starts < MOST_LOSSES else 0
         except ClusterError:
             room = 0
-        for _ in range(min(room, self.wanted) - len(self.hands)):
-            self._hire()
-        if not self.hands:
+        for _ in range(min(room, self.num_workers) - len(self.handles)):
+            self._request_worker()
+        if not self.handles:
             raise ClusterError("all workers were lost: what is finished is kept, and the same command continues there")
 
-    def _wind_up(self) -> None:
+    def _stop_workers(self) -> None:
         """Drop all waiting tasks, and stop workers after their sample in flight."""
         while self.todo:
             self.todo.pop().claims.close()
-        for hand in self.hands:
-            if hand.task:
-                hand.actor.stop.remote()
+        for handle in self.handles:
+            if handle.task:
+                handle.actor.stop.remote()
 
-    def _conclude(self) -> None:
+    def _log_end(self) -> None:
         """Log the records of the workers, and print the speed of the run."""
-        hands = [hand for hand in (*self.past, *self.hands) if hand.introduction]
-        for hand in hands:
-            self.work.savings += hand.savings
-            if hand.introduction:
-                log_run(self.config.out, {**hand.introduction.record, "prefills": hand.savings.as_dict()})
+        handles = [handle for handle in (*self.lost, *self.handles) if handle.introduction]
+        for handle in handles:
+            self.work.savings += handle.savings
+            if handle.introduction:
+                log_run(self.config.out, {**handle.introduction.record, "prefills": handle.savings.as_dict()})
         self.work.interrupted = self.interrupt.requested
         self.work.record = {**self.work.record, "prefills": self.work.savings.as_dict()}
         seconds = max(self._seconds, 1e-9)
-        busy = sum(hand.busy_seconds for hand in hands)
+        busy = sum(handle.busy_seconds for handle in handles)
         done = len(self.work.cells) - len(self.work.busy)
         self.progress.note(str(self.work.savings) if self.work.savings else "")
         self.progress.note(
             f"{done} cells in {seconds:.1f} s, {60 * done / seconds:.1f} a minute; "
-            f"{len(hands)} worker{'s' if len(hands) > 1 else ''} did {busy / seconds:.2f} times the work of one"
+            f"{len(handles)} worker{'s' if len(handles) > 1 else ''} did {busy / seconds:.2f} times the work of one"
         )

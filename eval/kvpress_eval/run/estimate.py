@@ -149,7 +149,7 @@ def cell_seconds(
 
 
 def measure_machine(config: RunConfig, dtype: torch.dtype) -> Machine:
-    """Multiply and read for a moment, as the run will: in its dtype, with its threads."""
+    """Measure large products and long reads in the dtype and with the threads of the run."""
     use_threads(config)
     device = torch.device(device_of(config))
     block = torch.ones(_READ_BYTES // 4, dtype=torch.float32, device=device)
@@ -157,7 +157,7 @@ def measure_machine(config: RunConfig, dtype: torch.dtype) -> Machine:
 
 
 def _flops(dtype: torch.dtype, device: torch.device) -> float:
-    """Operations per second of the largest product that takes no longer than a moment by much."""
+    """Return the operations per second of the first product, by size, that takes at least `_MOMENT` seconds."""
     reached = 0.0
     for side in _SIDES:
         matrix = torch.ones(side, side, dtype=dtype, device=device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C in a run: the first one finishes the sample in flight, the second one stops at once; SIGTERM does not wait."""
+"""Signals during a run: the first Ctrl-C stops after the sample in flight; a second one, or SIGTERM, stops at once."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kvpress.signals import Terminated
 
 
 class Interrupt:
-    """Inside the `with` block the first SIGINT only sets `requested`; a second one, and SIGTERM, raise.
+    """Context in which the first SIGINT only sets `requested`; a second SIGINT, or SIGTERM, raises.
 
-    They go to the handlers from before the block where these are functions: the handlers of a command raise once, and end the
-    process at the next signal (`kvpress.signals`).
+    These signals go to the previous handlers if those are functions. The handlers of a command raise once, and end the process
+    at the next signal (`kvpress.signals`).
     """
 
     def __init__(self) -> None:

@@ -76,7 +76,7 @@ class _Batch:
 
     @property
     def asked(self) -> list[tuple[int, Prompt]]:
-        """The row of each sample's context, and its prompt."""
+        """Row of its context and prompt, for each sample."""
         return [(row, prompt) for row, group in enumerate(self.contexts) for _, prompt in group]
 
 

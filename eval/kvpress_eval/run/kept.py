@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens of one text every head kept: recorded by a run, shown by `kvpress report` and `kvpress show`."""
+"""Record the tokens of one text that each head kept, for `kvpress report` and `kvpress show`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvpress_eval.run.prompts import Prompt, uses_template
 from kvpress_eval.tasks.sample import Sample
 
 MOST_TOKENS = 4096
-"""Texts with more tokens are not shown; how much of them each head kept is."""
+"""Maximum tokens of a text that is shown; for longer texts only the kept fractions are recorded."""
 Spans = Sequence[Sequence[int]]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which language a model's tasks are worded in: the one that its tokenizer can spell."""
+"""Choose the language of the tasks: one whose text the tokenizer of the model encodes and decodes."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from kvpress_eval.tasks.languages import LANGUAGES, Language
 ENGLISH = "english"
 _SENTENCES = 40
 _PIECES = 2.0
-"""Tokens per character, relative to the other language, above which the tokenizer spells a language in letters."""
+"""Ratio of tokens per character, English over reference, above which the tokenizer encodes English letter by letter."""
 
 
 def in_words_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunConfig:
-    """Return a configuration with the language "auto" replaced by one that the tokenizer spells.
+    """Return a configuration with the language "auto" replaced by one that the tokenizer can encode.
 
-    Most tokenizers spell English; one made for the words of the reference model needs a token for every English letter.
+    Most tokenizers encode English. A tokenizer for the words of the reference model needs a token for every English letter.
 
     Raises:
         ConfigError: the tokenizer spells neither language, or its language has no words for a task.
     """
     if config.language != "auto" or config.model == REFERENCE:
         return config
-    language = _spelt(tokenizer)
+    language = _language_of(tokenizer)
     if language is None:
         if not any(task in TASKS for task in config.tasks):
             return config
@@ -41,8 +41,8 @@ def in_words_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunCon
     return validate({**settings, "language": language}, None, {}, {})
 
 
-def _spelt(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return the language that a tokenizer spells, None for neither."""
+def _language_of(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the language that a tokenizer can encode; None if it can encode neither."""
     costs = {name: _cost(tokenizer, LANGUAGES[name]) for name in (ENGLISH, REFERENCE)}
     english, reference = costs[ENGLISH], costs[REFERENCE]
     if english is None:
@@ -51,7 +51,7 @@ def _spelt(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 
 def _cost(tokenizer: PreTrainedTokenizerBase, language: Language) -> float | None:
-    """Return the tokens a character of a language takes, None if the characters do not come back."""
+    """Return tokens per character of a language; None if decoding does not restore the text."""
     rng = random.Random(language.name)  # noqa: S311  # reproducible, not secret
     text = "".join(language.filler(rng) for _ in range(_SENTENCES))
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models by name: the bundled reference model, a local folder or a hub name."""
+"""Load models by name: the bundled reference model, a local folder or a hub name."""
 
 from __future__ import annotations
 
@@ -20,39 +20,42 @@ from kvpress_eval.common.errors import ConfigError, DataError
 from kvpress_eval.config.schema import REFERENCE, RunConfig
 
 _WEIGHTS = ("model", "pytorch_model", "adapter_model")
-"""How names of files begin whose weights are loaded with a model; calibrations beside them are not."""
+"""Prefixes of the weight files of a model; calibration files in the same folder have other names."""
 _SETTINGS = {".json", ".model", ".txt", ".jinja"}
 _HASHED, _BLOCK = 1024, 2**16
-"""Blocks of a file that are hashed, and their bytes: those of larger files are spread over it, as hashing tens of gigabytes
-would take longer than many runs, and training changes weights everywhere."""
+"""Number of blocks of a file that are hashed, and their bytes. The blocks are spread evenly over a larger file: hashing tens
+of gigabytes would take longer than many runs, and training changes weights everywhere."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """A model that is ready to answer, with its tokenizer and the fingerprint of its weights."""
+    """Loaded model with its tokenizer."""
 
     model: PreTrainedModel
+    """The model, in evaluation mode."""
     tokenizer: PreTrainedTokenizerBase
+    """Its tokenizer, with a padding token."""
     fingerprint: str
+    """Identifier of the weights."""
 
     @property
     def device(self) -> str:
-        """The kind of device the model is on."""
+        """Type of the model's device, such as "cuda"."""
         return self.model.device.type
 
     @property
     def dtype(self) -> str:
-        """The dtype of the weights, without the "torch." prefix."""
+        """Dtype of the weights, without the prefix "torch."."""
         return str(self.model.dtype).removeprefix("torch.")
 
 
 def source_of(config: RunConfig) -> str:
-    """Return the folder or hub name of a run's model, converted if need be."""
+    """Return the folder or hub name of a run's model; a .gguf file is converted to a folder first."""
     return folder_of(config.model)
 
 
 def device_of(config: RunConfig) -> str:
-    """Return the device that "auto" stands for."""
+    """Return the device of a run, with "auto" resolved."""
     if config.device != "auto":
         return config.device
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -78,7 +81,7 @@ def name_of(model: PreTrainedModel) -> str:
 
 
 def check_lengths(config: RunConfig, settings: Any) -> None:
-    """Raise ConfigError if a length of the run is over the positions of the model, by its configuration `settings`."""
+    """Raise ConfigError if a length exceeds the positions of the model, whose configuration is `settings`."""
     longest = max(config.lengths)
     try:
         check_positions(settings, longest, "give a shorter one", f"length {longest} is")
@@ -102,7 +105,7 @@ def load_tokenizer(config: RunConfig, settings: Any) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a run's model.
 
     Raises:
-        DataError: there is none, or it cannot be read.
+        DataError: the model has no tokenizer, or it cannot be read.
     """
     try:
         return AutoTokenizer.from_pretrained(source_of(config), config=settings, padding_side="left")
@@ -117,9 +120,9 @@ def use_threads(config: RunConfig) -> None:
 
 
 def load_engine(config: RunConfig, settings: Any = None) -> Engine:
-    """Load the model of a run, with its number of threads; never runs code that comes with the weights.
+    """Load the model of a run and set its number of threads; code that comes with the weights is never run.
 
-    `settings` is the model's configuration, where `read_settings` has read it already.
+    `settings` is the model's configuration, if `read_settings` has read it already.
 
     Raises:
         DataError: there is no such model, or it cannot be read.
@@ -149,7 +152,7 @@ def _with_pad_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBa
 
 
 def fingerprint(source: str, settings: Any) -> str:
-    """Return an identifier of the weights: the commit on the hub, or a hash of parts of the files in a folder."""
+    """Return an identifier of the weights: the commit on the hub, or a hash of blocks of the files in a folder."""
     folder = Path(source)
     if not folder.is_dir():
         return str(settings._commit_hash)

@@ -45,21 +45,21 @@ class JobProgress(Protocol):
         """Report a problem."""
 
 
-class _TimeLeft(ProgressColumn):
+class _RemainingTime(ProgressColumn):
     """Column with the remaining time, in the same format as the lines above the bar."""
 
     max_refresh = 0.5
 
-    def __init__(self, left: Callable[[], str]) -> None:
+    def __init__(self, remaining: Callable[[], str]) -> None:
         super().__init__()
-        self._left = left
+        self._remaining = remaining
 
     def render(self, task: Task) -> Text:
-        return Text(self._left(), style="progress.remaining")
+        return Text(self._remaining(), style="progress.remaining")
 
 
 class RunProgress:
-    """Counts work, shows the current cell, and estimates the remaining time, at most until the monotonic time `until`."""
+    """Count work, show the current cell, and estimate the remaining time, at most until the monotonic time `until`."""
 
     def __init__(self, console: Console, total: int, until: float | None = None) -> None:
         self._console, self._until = console, until
@@ -70,7 +70,7 @@ class RunProgress:
                 BarColumn(bar_width=_BAR),
                 TaskProgressColumn(),
                 TimeElapsedColumn(),
-                _TimeLeft(self._left),
+                _RemainingTime(self._remaining),
                 TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
                 console=console,
                 transient=True,
@@ -123,12 +123,12 @@ class RunProgress:
         """Print the scores and the time of a cell; without a bar, also the remaining time."""
         scored = [value for value in scores if value is not None]
         mean = f"{100 * fmean(scored):.1f}%" if scored else "no score"
-        remaining = "" if self._bar else f"; {self._left()} left"
+        remaining = "" if self._bar else f"; {self._remaining()} left"
         self.note(f"{label}: {len(scores)} samples, {mean}, answered in {seconds:.1f} s{remaining}")
 
     def reached(self, text: str) -> None:
         """Print a milestone with the remaining time."""
-        self.note(f"{text}; {self._left()} left")
+        self.note(f"{text}; {self._remaining()} left")
 
     def note(self, text: str) -> None:
         """Print a line, unless it is empty."""
@@ -139,7 +139,7 @@ class RunProgress:
         """Print a problem in red."""
         self._console.print(Text(text, style="red"))
 
-    def _left(self) -> str:
+    def _remaining(self) -> str:
         missing, spent = self._total - self._done, time.monotonic() - self._started
         pace = spent / self._done if self._done > 0 else math.inf
         seconds = max(0.0, pace * missing) if missing else 0.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Splits a sample into the part that is compressed and the part that is read afterwards."""
+"""Split a sample into the text that is compressed and the text that is read afterwards."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ _SPLIT = "@@kvpress-split@@"
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids of the part to prefill and compress, of the part that follows, and the first part's text."""
+    """Prompt in two parts."""
 
     first: list[int]
+    """Tokens that are compressed."""
     second: list[int]
+    """Tokens that are read afterwards."""
     text: str
+    """Text of `first`."""
 
 
 def make_prompt(tokenizer: PreTrainedTokenizerBase, sample: Sample, *, question_aware: bool) -> Prompt:
     """Return both parts of a sample.
 
-    With a chat template the two together are one user turn and the start of the reply, which carries the
-    answer prefix. A question-aware run moves the question to the first part.
+    With a chat template, both parts together are one user turn and the start of the reply with the answer prefix. A
+    question-aware run moves the question to the first part.
     """
     before, after = "", sample.query.separator
     if uses_template(tokenizer, sample):
@@ -47,5 +50,5 @@ def make_prompt(tokenizer: PreTrainedTokenizerBase, sample: Sample, *, question_
 
 
 def uses_template(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> bool:
-    """Whether the sample goes into the chat template of the model."""
+    """Return whether the sample is put into the chat template of the model."""
     return bool(tokenizer.chat_template) and sample.query.chat

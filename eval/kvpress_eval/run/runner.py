@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the cells of a configuration without losing a finished sample.
+"""Run the cells of a configuration without losing a finished sample.
 
 All presses of a task and length are run together, so that a context is read once for all of them. Each cell is claimed
 separately: several processes can share an output folder, and each cell is run by one of them.

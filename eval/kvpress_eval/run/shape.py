@@ -15,11 +15,14 @@ from kvpress_eval.config.schema import RunConfig
 
 @dataclass(frozen=True)
 class Shape:
-    """Parameters of a model, and geometry of its cache."""
+    """Size of a model and of its cache."""
 
     parameters: int
+    """Number of parameters."""
     query_width: int
+    """Query heads times their dimension."""
     geometry: Geometry
+    """Geometry of the cache."""
 
     @property
     def weight_bytes(self) -> int:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked: contexts, questions, right answers and scores."""
+"""Tasks: contexts, questions, right answers and scores."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every task by its name. A kind of tasks is known because its file is in `kinds`."""
+"""Look up tasks by name; every file in `kinds` registers a kind of tasks."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ def kind_of(name: str) -> Kind:
     for kind in KINDS:
         if name in kind.names or (kind.prefix and name.startswith(kind.prefix)):
             return kind
-    names = [known for kind in KINDS for known in kind.names]
-    group, _, part = name.partition(":")
-    near = [known.partition(":")[2] for known in names if known.startswith(f"{group}:")]
-    if near:
-        raise ValueError(unknown_name(f"subset of {group}", part, near))
-    raise ValueError(unknown_name("task", name, [known for known in names if ":" not in known]))
+    names = [valid for kind in KINDS for valid in kind.names]
+    group, _, subset = name.partition(":")
+    subsets = [valid.partition(":")[2] for valid in names if valid.startswith(f"{group}:")]
+    if subsets:
+        raise ValueError(unknown_name(f"subset of {group}", subset, subsets))
+    raise ValueError(unknown_name("task", name, [valid for valid in names if ":" not in valid]))
 
 
 def expand_tasks(request: Request) -> list[Source]:
-    """Return every task and length of a run, each once; files are read, so that a missing one is known early."""
-    found: dict[tuple[str, int, str], Source] = {}
+    """Return every task and length of a run once; files are read here, so that a missing file raises before the run."""
+    sources: dict[tuple[str, int, str], Source] = {}
     for kind, names in groupby(request.tasks, kind_of):
         for source in kind.expand(list(names), request):
-            found.setdefault((source.task, source.length, hash_json(dict(source.identity))), source)
-    return list(found.values())
+            sources.setdefault((source.task, source.length, hash_json(dict(source.identity))), source)
+    return list(sources.values())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published documents with questions about each: prompts of at most a length, contexts that all questions share."""
+"""Tasks of published documents with questions: prompts have a maximum length, questions about a document share its context."""
 
 from __future__ import annotations
 
@@ -19,56 +19,73 @@ from kvpress_eval.tasks.source import Request, Source
 
 @dataclass(frozen=True)
 class Asked:
-    """A question about a document: `text` follows the context, `id` is that of no other question of the file."""
+    """Question about a document."""
 
     id: str
+    """Identifier, unique in the file."""
     document: str
+    """Identifier of the document."""
     context: str
+    """Text of the document."""
     text: str
+    """Prompt after the context."""
     answers: tuple[str, ...]
+    """Right answers."""
 
 
 Score = Callable[[str, Sequence[str]], float]
+"""Function from a generated text and the right answers to a score in [0, 1]."""
 Parse = Callable[[str, Any], list[Asked]]
-"""Returns the questions of a row, from the number of those before and its content; errors of Python say why it is no row."""
+"""Function from the number of earlier questions and the content of a row to its questions.
+
+It may raise KeyError, TypeError, ValueError, IndexError or SyntaxError for an invalid row.
+"""
 
 
 @dataclass(frozen=True)
 class Published:
-    """A task whose questions are in a published file: how they are read, scored and how long an answer may be.
-
-    `wording` is the template of its prompts.
-    """
+    """Task whose questions are in a published file."""
 
     name: str
+    """Name of the task."""
     file: HubFile
+    """File with the questions."""
     wording: str
+    """Template of the prompts."""
     parse: Parse
+    """Reads a row."""
     score: Score
+    """Scores an answer."""
     max_new_tokens: int
+    """Maximum tokens of an answer."""
 
 
 def sources_of(task: Published, request: Request) -> list[Source]:
-    """Return a published task at every length of a run, with its first questions."""
+    """Return a published task at every length of a run, with its first `samples` questions.
+
+    Raises:
+        ConfigError: the run sets no lengths.
+        DataError: the file cannot be read, has an invalid row, or has no question.
+    """
     require_lengths(task.name, request)
     content = read(task.file, request.data_dir)
-    asked: list[Asked] = []
-    for place, row in content.rows():
+    questions: list[Asked] = []
+    for where, row in content.rows():
         try:
-            asked += task.parse(str(len(asked)), row)
+            questions += task.parse(str(len(questions)), row)
         except (KeyError, TypeError, ValueError, IndexError, SyntaxError) as error:
             missing = "missing: " if isinstance(error, KeyError) else ""
-            raise DataError(f"{place}: not a row of {task.name} ({missing}{error})") from error
-    if not asked:
+            raise DataError(f"{where}: not a row of {task.name} ({missing}{error})") from error
+    if not questions:
         raise DataError(f"{content.where} holds no question")
-    asked = asked[: request.samples]
+    questions = questions[: request.samples]
     identity = {"file": content.sha256, "template": task.wording}
     return [
         Source(
             task.name,
             length,
-            [f"{task.name}-{length}-{one.id}" for one in asked],
-            partial(_make, task.name, length, task.score, asked),
+            [f"{task.name}-{length}-{question.id}" for question in questions],
+            partial(_make, task.name, length, task.score, questions),
             identity,
             request.max_new_tokens or task.max_new_tokens,
         )
@@ -77,22 +94,22 @@ def sources_of(task: Published, request: Request) -> list[Source]:
 
 
 def _make(
-    name: str, length: int, score: Score, asked: Sequence[Asked], tokenizer: PreTrainedTokenizerBase
+    name: str, length: int, score: Score, questions: Sequence[Asked], tokenizer: PreTrainedTokenizerBase
 ) -> list[Sample]:
-    """Return a sample for each question; a context loses as much of its middle as its longest question needs."""
+    """Return a sample for each question; a context is cut in the middle to fit the longest question about it."""
     samples = []
-    for _, group in groupby(asked, key=lambda one: one.document):
-        about = list(group)
-        longest = max((one.text for one in about), key=lambda text: len(tokenizer(text)["input_ids"]))
-        context = cut_middle(about[0].context, longest, length, tokenizer)
-        for one in about:
-            query = Query(one.text, "", one.answers, score, separator="")
-            samples.append(Sample(f"{name}-{length}-{one.id}", name, length, context, query))
+    for _, group in groupby(questions, key=lambda question: question.document):
+        of_document = list(group)
+        longest = max((question.text for question in of_document), key=lambda text: len(tokenizer(text)["input_ids"]))
+        context = cut_middle(of_document[0].context, longest, length, tokenizer)
+        for question in of_document:
+            query = Query(question.text, "", question.answers, score, separator="")
+            samples.append(Sample(f"{name}-{length}-{question.id}", name, length, context, query))
     return samples
 
 
 def require_lengths(name: str, request: Request) -> None:
-    """Raise a ConfigError where a run does not say how long the prompts of a published task may be."""
+    """Raise a ConfigError if a run of a published task does not set `lengths`."""
     if "lengths" not in request.model_fields_set:
         raise ConfigError(
             f"{name} needs lengths: the most tokens of a prompt, for example the model's limit less "
@@ -101,18 +118,23 @@ def require_lengths(name: str, request: Request) -> None:
 
 
 def cut_middle(context: str, question: str, longest: int, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the context without the middle of a prompt that has more than `longest` tokens.
+    """Return the context, without its middle if context and question have more than `longest` tokens together.
 
-    As in the benchmark, context and question together keep as many tokens at their start as at their end.
+    As in the benchmark, the prompt keeps as many tokens at its start as at its end.
+
+    Raises:
+        ValueError: the tokenizer is slow, or half of `longest` does not hold the question.
     """
     prompt = context + question
     if not tokenizer.is_fast:
-        raise ValueError("prompts of published tasks need a fast tokenizer, which says where in a text each token is")
-    places = tokenizer(prompt, return_offsets_mapping=True)["offset_mapping"]
-    if len(places) <= longest:
+        raise ValueError(
+            "prompts of published tasks need a fast tokenizer, which returns the character offsets of tokens"
+        )
+    offsets = tokenizer(prompt, return_offsets_mapping=True)["offset_mapping"]
+    if len(offsets) <= longest:
         return context
     half = longest // 2
-    start, stop = places[half - 1][1], places[len(places) - half][0]
+    start, stop = offsets[half - 1][1], offsets[len(offsets) - half][0]
     if stop > len(context):
         raise ValueError(
             f"length {longest} is too short: half of it must hold the question ({len(question)} characters)"
@@ -121,7 +143,7 @@ def cut_middle(context: str, question: str, longest: int, tokenizer: PreTrainedT
 
 
 def text_of(row: Mapping[str, Any], *fields: str) -> str:
-    """Return the first of some fields that a row has, which must be text."""
+    """Return the first of `fields` that a row has; raise a TypeError if it is not text."""
     field = next((name for name in fields if name in row), fields[0])
     if not isinstance(row[field], str):
         raise TypeError(f"{field} must be text")
@@ -129,8 +151,8 @@ def text_of(row: Mapping[str, Any], *fields: str) -> str:
 
 
 def texts_of(value: Any, field: str) -> tuple[str, ...]:
-    """Return the answers of a row: one, or a list with at least one."""
-    found = value if isinstance(value, list) else [value]
-    if not found or not all(isinstance(item, (str, int, float)) for item in found):
+    """Return the answers of a row as text; `value` is one answer or a non-empty list, else a TypeError is raised."""
+    items = value if isinstance(value, list) else [value]
+    if not items or not all(isinstance(item, (str, int, float)) for item in items):
         raise TypeError(f"{field} must be a text or a number, or a list of them")
-    return tuple(str(item) for item in found)
+    return tuple(str(item) for item in items)

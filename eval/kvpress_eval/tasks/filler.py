@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands between the facts of a context: noise, a refrain, or the sentences of a text."""
+"""Filler between the facts of a context: noise, a refrain, or the sentences of a text."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ from kvpress_eval.tasks.languages.base import Language
 from kvpress_eval.tasks.local import PREFIX, reading
 
 KINDS = ("noise", "repeat")
-"""Filler that needs no file; anything else is `file:PATH`."""
+"""Filler without a file; the other form is `file:PATH`."""
 
 _LONGEST = 240
-"""Characters of a sentence of a text; longer ones are broken, so that a context can be filled to its length."""
+"""Maximum characters of a sentence; longer ones are split, so that a context can be filled to its length."""
 
 
 @dataclass(frozen=True)
 class Filler:
-    """Sentences that no question is about; `name` is all that decides them, by the hash of the text if there is one."""
+    """Sentences that no question refers to."""
 
     name: str = "noise"
+    """Identity of the filler: `noise`, `repeat`, or the hash of its text."""
     text: tuple[str, ...] = ()
+    """Sentences of a text; empty for noise and the refrain."""
 
     def sentences(self, language: Language, rng: random.Random) -> Iterator[str]:
-        """Yield sentences without end; those of a text in its order, from a random one on."""
+        """Yield sentences without end; a text is read in order from a random sentence on, and repeated."""
         if self.name == "noise":
             while True:
                 yield language.filler(rng)
@@ -43,7 +45,11 @@ NOISE, REPEAT = Filler("noise"), Filler("repeat")
 
 
 def read_filler(spec: str) -> Filler:
-    """Return the filler that `noise`, `repeat` or `file:PATH` stands for."""
+    """Return the filler of a setting: `noise`, `repeat` or `file:PATH`.
+
+    Raises:
+        DataError: the file cannot be read or is empty.
+    """
     if not spec.startswith(PREFIX):
         return Filler(spec)
     path = Path(spec.removeprefix(PREFIX))
@@ -56,7 +62,7 @@ def read_filler(spec: str) -> Filler:
 
 
 def _split(text: str) -> tuple[str, ...]:
-    """Return the sentences of a text, each with a leading space and no other white space than single spaces."""
+    """Return the sentences of a text, each with a leading space, and white space reduced to single spaces."""
     sentences = re.split(r"(?<=[.!?])\s+|(?<=[。\uff01\uff1f])", text)
     plain = (" ".join(sentence.split()) for sentence in sentences)
     return tuple(f" {piece}" for sentence in plain for piece in textwrap.wrap(sentence, _LONGEST))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published data: from a file in the user's folder, or from the Hugging Face hub at a fixed commit."""
+"""Read published data from a file in the user's folder, or from the Hugging Face hub at a fixed commit."""
 
 from __future__ import annotations
 
@@ -17,54 +17,58 @@ from kvpress_eval.common.errors import DataError
 
 _PARQUET = b"PAR1"
 _SECONDS = 5
-"""How long the hub may take to answer; without network a command fails in less than twice that."""
+"""Timeout of a request to the hub; without network a command fails in less than twice this time."""
 
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file of a dataset repository as it was at a commit, or a member of an archive there.
-
-    `names` are those that it may have in the user's folder, `form` says what its rows are. `sha256` is that of the file at
-    `path`: what several public projects have recorded for it at this commit; None where none is known, since a commit
-    decides the file as well. Without a `revision` the file has to be placed by the user: nothing is fetched that may change.
-    """
+    """File of a dataset repository at a commit, or a member of an archive there."""
 
     names: tuple[str, ...]
+    """File names that are accepted in the user's folder."""
     form: str
+    """Description of the rows, for messages."""
     repository: str
+    """Dataset repository on the hub."""
     revision: str | None
+    """Commit; None if no commit is known. Then the user has to place the file, as nothing is fetched that may change."""
     path: str
+    """Path in the repository."""
     sha256: str | None = None
+    """Hash of the file at `path`, as public projects have recorded it; None if none is known, as the commit fixes the file."""
     member: str | None = None
+    """Path in the archive at `path`; None if that is the file itself."""
 
     @property
     def origin(self) -> str:
-        """Where the file comes from, for messages."""
+        """Source of the file, for messages."""
         member = f"{self.member} in " if self.member else ""
         at = f" at {self.revision}" if self.revision else ""
         return f"{member}{self.path} of https://huggingface.co/datasets/{self.repository}{at}"
 
     @property
     def placing(self) -> str:
-        """Under which names it may lie in a folder, for messages; goes on where the folder was named."""
+        """Accepted file names, for messages, to be appended to the name of a folder."""
         first, *others = self.names
         return f"{first}, or there as {' or '.join(others)}" if others else first
 
 
 @dataclass(frozen=True)
 class Content:
-    """The bytes of a file, and what messages call it."""
+    """Bytes of a file."""
 
     raw: bytes
+    """Content."""
     where: str
+    """Name of the file in messages."""
 
     @cached_property
     def sha256(self) -> str:
-        """The hash that says which file it was."""
+        """Hash of the content, which identifies the file in results."""
         return hashlib.sha256(self.raw).hexdigest()
 
     def rows(self) -> Iterator[tuple[str, Any]]:
-        """Yield every row with its place, from a Parquet file, a JSON array or JSON lines.
+        """Yield every row with its location for messages, from a Parquet file, a JSON array or JSON Lines.
 
         Raises:
             DataError: a row cannot be read.
@@ -97,7 +101,7 @@ def read(file: HubFile, folder: Path | None) -> Content:
     """Read a file from the user's folder or, without one, from the hub or its cache on this machine.
 
     Raises:
-        DataError: there is no such file, it cannot be read, or the hub cannot be reached; says what to place where.
+        DataError: there is no such file, it cannot be read, or the hub cannot be reached; names the file and its folder.
     """
     if folder is None and file.revision is None:
         raise DataError(
@@ -126,7 +130,7 @@ def _fetch(file: HubFile) -> Content:
             return content
         with zipfile.ZipFile(io.BytesIO(content.raw)) as archive:
             return Content(archive.read(file.member), file.origin)
-    except Exception as error:  # the libraries below have errors of their own, old and new
+    except Exception as error:  # errors of huggingface_hub and its clients differ between versions
         raise DataError(
             f"cannot fetch {file.origin} ({_first_line(error)}); without network, give --data-dir FOLDER and place it at "
             f"FOLDER/{file.placing}: {file.form}"
@@ -134,24 +138,24 @@ def _fetch(file: HubFile) -> Content:
 
 
 def _locate(file: HubFile) -> Path:
-    """Return where the hub's client keeps a file, after fetching it if it is not there yet."""
+    """Return the path of a file in the cache of the hub's client; fetch it first if it is missing."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
 
-    place = (file.repository, file.path)
-    which: dict[str, Any] = {"repo_type": "dataset", "revision": file.revision}
-    path = try_to_load_from_cache(*place, **which)
+    file_id = (file.repository, file.path)
+    version: dict[str, Any] = {"repo_type": "dataset", "revision": file.revision}
+    path = try_to_load_from_cache(*file_id, **version)
     if not isinstance(path, str):
-        # Without network this fails at once, where the download alone would try again for half a minute.
-        get_hf_file_metadata(hf_hub_url(*place, **which), timeout=_SECONDS)
-        path = hf_hub_download(*place, **which)
+        # Without network this request fails at once; the download would retry for half a minute.
+        get_hf_file_metadata(hf_hub_url(*file_id, **version), timeout=_SECONDS)
+        path = hf_hub_download(*file_id, **version)
     return Path(path)
 
 
-def _json(raw: bytes, place: str) -> Any:
+def _json(raw: bytes, where: str) -> Any:
     try:
         return json.loads(raw)
     except ValueError as error:
-        raise DataError(f"{place}: not JSON ({error})") from error
+        raise DataError(f"{where}: not JSON ({error})") from error
 
 
 def _first_line(error: Exception) -> str:

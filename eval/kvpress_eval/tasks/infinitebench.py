@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scores of InfiniteBench (Zhang et al., 2024, arXiv:2402.13718), equal to the published ones, quirks included.
+"""Scores of InfiniteBench (Zhang et al., 2024, arXiv:2402.13718), equal to the published ones, quirks included.
 
-Each takes the text of an answer and the right answers, and is in [0, 1] for any text.
+Each score takes the text of an answer and the right answers, and returns a number in [0, 1] for any text.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _AROUND_CHOICE = str.maketrans(dict.fromkeys("\n\"'.,?!{}", " "))
 
 def first_number(text: str, answers: Sequence[str]) -> float:
     """Return 1 if the first digits of the text are the answer: `passkey` and `number_string`."""
-    found = re.search(r"[0-9]+", text)
-    return float(found is not None and found[0] == answers[0])
+    digits = re.search(r"[0-9]+", text)
+    return float(digits is not None and digits[0] == answers[0])
 
 
 def among_words(text: str, answers: Sequence[str]) -> float:
-    """Return 1 if the answer is one of the words: `kv_retrieval`."""
+    """Return 1 if the answer is one of the words of the text: `kv_retrieval`."""
     return float(answers[0] in text.translate(_SEPARATORS).split())
 
 
@@ -38,9 +38,9 @@ def returned(text: str, answers: Sequence[str]) -> float:
 
 
 def erroneous_function(text: str, answers: Sequence[str]) -> float:
-    """Return 1 if the text begins with the right letter, or names letter or function after "is:" or so: `code_debug`.
+    """Return 1 if the text begins with the right letter, or has letter or function after a phrase like "is:": `code_debug`.
 
-    `answers` are the name of the function and its letter. What follows the first phrase that occurs counts alone.
+    `answers` are the name of the function and its letter. Only the first of the phrases that occurs counts.
     """
     name, letter = answers
     if text[:2] in (f"{letter}.", f"{letter}:"):
@@ -48,14 +48,14 @@ def erroneous_function(text: str, answers: Sequence[str]) -> float:
     text = text.strip()
     for mark in ("\n", "`", "'", '"', "-", "*", "Option", "option"):
         text = text.replace(mark, " ")
-    return float(bool(_said(re.sub(" +", " ", text), ("answer is:", "is:", "answer:"), (letter, name))))
+    return float(bool(_follows(re.sub(" +", " ", text), ("answer is:", "is:", "answer:"), (letter, name))))
 
 
 def choice(text: str, answers: Sequence[str]) -> float:
     """Return 1 if the text chooses the right option: `longbook_choice_eng`; `answers` are its text and its letter.
 
-    A letter at the very beginning counts whatever follows it, then what follows "answer is:" or so, then the first word that
-    is a part of "ABCD", which the published code takes for a letter.
+    The first match counts: a letter as the first character, with any text behind it; the text after a phrase like
+    "answer is:"; the first word that is a substring of "ABCD", which the published code takes for a letter.
     """
     text = text.strip()
     if text[:1] and text[0] in _LETTERS:
@@ -63,14 +63,14 @@ def choice(text: str, answers: Sequence[str]) -> float:
     if text in answers:
         return 1.0
     text = re.sub(" +", " ", text.translate(_AROUND_CHOICE))
-    said = _said(text, ("answer is:", "answer:", "answer is", "option is"), answers)
-    if said is not None:
-        return float(said)
+    is_right = _follows(text, ("answer is:", "answer:", "answer is", "option is"), answers)
+    if is_right is not None:
+        return float(is_right)
     return float(next((word for word in text.split() if word in _LETTERS), None) in answers)
 
 
 def character(text: str, answers: Sequence[str]) -> float:
-    """Return 1 if one of the words is the name in capitals: `longdialogue_qa_eng`."""
+    """Return 1 if one of the words, in capitals, is the name: `longdialogue_qa_eng`."""
     return float(answers[0] in text.translate(_SEPARATORS).upper().split())
 
 
@@ -88,19 +88,19 @@ def best_f1_chinese(text: str, answers: Sequence[str]) -> float:
 def found_number(text: str, answers: Sequence[str]) -> float:
     """Return 1 if the first number is the right one: `math_find`.
 
-    The published code fails at a decimal number where a whole one is right; here it is wrong.
+    The published code raises an error for a decimal number where an integer is right; here the answer is wrong.
     """
-    found = re.search(r"\d+\.\d+|\d+", text)
-    if found is None or ("." in found[0] and "." not in answers[0]):
+    number = re.search(r"\d+\.\d+|\d+", text)
+    if number is None or ("." in number[0] and "." not in answers[0]):
         return 0.0
-    return float(float(found[0]) == float(answers[0]))
+    return float(float(number[0]) == float(answers[0]))
 
 
 def intermediate_values(text: str, answers: Sequence[str]) -> float:
-    """Return the share of values that are right up to the first wrong one, signs aside: `math_calc`."""
+    """Return the share of values before the first wrong one, signs ignored: `math_calc`."""
     right = 0
-    for said, value in zip(re.findall(r"[0-9]+", text), answers, strict=False):
-        if int(said) != int(value):
+    for digits, value in zip(re.findall(r"[0-9]+", text), answers, strict=False):
+        if int(digits) != int(value):
             break
         right += 1
     return right / len(answers)
@@ -114,8 +114,8 @@ def summary(text: str, answers: Sequence[str]) -> float:
     return float(scored["rougeLsum"].fmeasure)
 
 
-def _said(text: str, phrases: Sequence[str], answers: Sequence[str]) -> bool | None:
-    """Return whether an answer comes one character behind the first phrase that occurs; None if none does."""
+def _follows(text: str, phrases: Sequence[str], answers: Sequence[str]) -> bool | None:
+    """Return whether an answer begins one character after the first phrase that occurs; None without a phrase."""
     for phrase in phrases:
         at = text.find(phrase)
         if at >= 0:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of the user, named by `file:PATH`."""
+"""Files of the user, given as `file:PATH`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PREFIX = "file:"
 
 @contextmanager
 def reading(path: Path, what: str) -> Iterator[None]:
-    """Turn errors while a file is read into one that says what it is and where it must be."""
+    """Turn errors while a file is read into a DataError with the kind of file, `what`, and its path."""
     try:
         yield
     except FileNotFoundError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions about passages, as SQuAD and HotpotQA have them: from a file, or pinned from the Hugging Face hub."""
+"""Read questions about passages, such as SQuAD and HotpotQA, from a file or from the Hugging Face hub at a fixed commit."""
 
 from __future__ import annotations
 
@@ -18,28 +18,34 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Question:
-    """A question, its right answers, the passages that answer it, and others that look as if they did."""
+    """Question about passages."""
 
     text: str
+    """The question."""
     answers: tuple[str, ...]
+    """Right answers."""
     passages: tuple[str, ...]
+    """Passages that hold the answer."""
     near: tuple[str, ...]
+    """Similar passages without the answer."""
 
 
 @dataclass(frozen=True)
 class QuestionSet:
-    """Questions, and the hash that says which they are."""
+    """Questions of one file."""
 
     origin: str
+    """Hash of the file, which identifies the questions in results."""
     questions: tuple[Question, ...]
+    """Questions in the order of the file."""
 
     @cached_property
     def passages(self) -> tuple[str, ...]:
-        """All passages, each once."""
+        """All passages without duplicates."""
         return tuple(dict.fromkeys(text for question in self.questions for text in question.passages + question.near))
 
     def shuffled(self, seed: int, start: int) -> Iterator[Question]:
-        """Yield every question once: the order is that of the seed, the first one is number `start` of it."""
+        """Yield every question once, in an order that `seed` shuffles, from number `start` on."""
         order = list(range(len(self.questions)))
         random.Random(f"questions-{seed}").shuffle(order)  # noqa: S311  # reproducible, not secret
         for step in range(len(order)):
@@ -48,14 +54,16 @@ class QuestionSet:
 
 @dataclass(frozen=True)
 class Published:
-    """A published file of questions, and how its rows are read."""
+    """Published file of questions."""
 
     file: HubFile
+    """The file."""
     read: Callable[[Iterable[Row]], Iterator[Question]]
+    """Reads its rows."""
 
 
 def squad(rows: Iterable[Row]) -> Iterator[Question]:
-    """Read rows with title, context, question and answers; the other passages of a title are the near ones."""
+    """Read rows with title, context, question and answers; other passages with the same title are the near ones."""
     rows = [flat for row in rows for flat in _flatten(row)]
     titles: dict[str, dict[str, None]] = {}
     for row in rows:
@@ -68,39 +76,39 @@ def squad(rows: Iterable[Row]) -> Iterator[Question]:
 
 
 def _flatten(row: Row) -> Iterator[Row]:
-    """Yield the rows behind a row: itself, or those of all articles if it is the whole published file."""
+    """Yield a row, or the rows of all articles if it is the published file as one JSON object."""
     if "data" not in row:
         yield row
         return
     for article in row["data"]:
         for paragraph in article["paragraphs"]:
-            for asked in paragraph["qas"]:
+            for entry in paragraph["qas"]:
                 yield {
                     "title": article.get("title", ""),
                     "context": paragraph["context"],
-                    "question": asked["question"],
-                    "answers": {"text": [answer["text"] for answer in asked["answers"]]},
+                    "question": entry["question"],
+                    "answers": {"text": [answer["text"] for answer in entry["answers"]]},
                 }
 
 
 def hotpot(rows: Iterable[Row]) -> Iterator[Question]:
-    """Read rows with question, answer, titled passages and the titles that support the answer."""
+    """Read rows with a question, its answer, titled passages and the titles of those that support the answer."""
     for row in rows:
         context, facts = row["context"], row["supporting_facts"]
-        if isinstance(context, Mapping):  # columns on the hub, pairs in the published files
+        if isinstance(context, Mapping):  # the hub stores columns, the published file a list of [title, sentences]
             context = list(zip(context["title"], context["sentences"], strict=True))
             facts = [[title] for title in facts["title"]]
         supporting = {fact[0] for fact in facts}
-        told = {title: f"{title}\n{''.join(sentences)}" for title, sentences in context}
-        passages = tuple(text for title, text in told.items() if title in supporting)
+        by_title = {title: f"{title}\n{''.join(sentences)}" for title, sentences in context}
+        passages = tuple(text for title, text in by_title.items() if title in supporting)
         if not passages:
             raise ValueError(f"no passage supports the answer to {row['question']!r}")
-        near = tuple(text for title, text in told.items() if title not in supporting)
+        near = tuple(text for title, text in by_title.items() if title not in supporting)
         yield Question(row["question"], (row["answer"],), passages, near)
 
 
 def read_questions(source: Published, data_dir: Path | None) -> QuestionSet:
-    """Return questions from a file in `data_dir`, or from the hub if no folder is given.
+    """Return questions from a file in `data_dir`, or from the hub without a folder.
 
     Raises:
         DataError: there is no such file, it has another form, or the hub cannot be reached.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One question about one context, with what counts as a right answer."""
+"""A sample: one question about one context, with its right answers."""
 
 from __future__ import annotations
 
@@ -9,39 +9,46 @@ from typing import Literal
 
 Match = Literal["prefix", "contains", "any"] | Callable[[str, tuple[str, ...]], float]
 Spans = tuple[tuple[int, int], ...]
+"""Character ranges [start, stop)."""
 
 
 @dataclass(frozen=True)
 class Query:
-    """A question, the words the answer starts with, and the strings that make it right.
-
-    `match` is "prefix" where the answer has exactly one right text, "contains" where a model may word
-    its answer freely and each expected string counts by itself ("any": one is enough), and a function where a benchmark
-    has its own score.
-    `separator` stands between question and answer prefix of a model without a chat template; `chat` says whether a
-    model's template is used. An answer ends early at any of the `stop` strings, where a model would go on by itself.
-    """
+    """Question and its right answers."""
 
     question: str
+    """Text of the question."""
     answer_prefix: str
+    """First words of the answer, which the prompt ends with."""
     answers: tuple[str, ...]
+    """Expected strings."""
     match: Match
+    """Comparison with the answers.
+
+    "prefix": the text begins with one of them. "contains": the score is the share of answers in the text. "any": one of them
+    is in the text. A function: the score of a benchmark.
+    """
     separator: str = "\n"
+    """Text between question and answer prefix for a model without a chat template."""
     chat: bool = True
+    """Put the prompt into the model's chat template."""
     stop: tuple[str, ...] = ()
+    """Strings at which generation stops early."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A context, a query about it, and where in the context the answer stands.
-
-    `length` is the number of context tokens asked for; the context never has more. `spans` are the
-    character ranges of the sentences the answer is in, so that a report can show whether they survived.
-    """
+    """Context and a query about it."""
 
     id: str
+    """Identifier, unique in a run."""
     task: str
+    """Name of the task."""
     length: int
+    """Requested tokens, which the context does not exceed; 0 if the task decides its length."""
     context: str
+    """Text that is compressed."""
     query: Query
+    """Question about the context."""
     spans: Spans = ()
+    """Character ranges of the sentences with the answer, so that a report can show whether they were kept."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run asks of its tasks, and what a task offers to a run."""
+"""Interface between runs and tasks: the settings that tasks read, and the samples that they return."""
 
 from __future__ import annotations
 
@@ -14,50 +14,61 @@ from kvpress_eval.tasks.sample import Sample
 
 
 class Request(Protocol):
-    """What tasks are told of a run; its configuration says all of this."""
+    """Settings of a run that tasks read; `RunConfig` has them."""
 
     tasks: tuple[str, ...]
+    """Names of the tasks."""
     lengths: tuple[int, ...]
+    """Maximum tokens of a context, or of a prompt for published tasks."""
     samples: int
+    """Samples per task and length."""
     seed: int
+    """Random seed."""
     filler: str
+    """`noise`, `repeat` or `file:PATH`."""
     depth: float | None
+    """Fraction of the context before the answer; None for a random one."""
     depths: tuple[float, ...]
+    """Several depths, used instead of `depth` if there are any."""
     data_dir: Path | None
+    """Folder with published data; None to read it from the hub."""
     max_new_tokens: int | None
+    """Maximum tokens of an answer; None for the number of the task."""
 
     @property
     def wording(self) -> str:
-        """The name of the language."""
+        """Name of the language."""
 
     @property
     def model_fields_set(self) -> set[str]:
-        """The fields that the user gave."""
+        """Names of the fields that the user set."""
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """One task at one length, for one run.
-
-    `ids` name the samples without making them; `make` makes them for a tokenizer. `identity` decides the samples, with the
-    task and the length, which is 0 where a task says itself how long it is. `max_new_tokens` is the room for an answer.
-    """
+    """Samples of one task at one length."""
 
     task: str
+    """Name of the task."""
     length: int
+    """Maximum tokens of a context; 0 if the task decides its length."""
     ids: Sequence[str]
+    """Identifiers of the samples, available before the samples are made."""
     make: Callable[[PreTrainedTokenizerBase], list[Sample]]
+    """Makes the samples for a tokenizer."""
     identity: Mapping[str, Any]
+    """All that the samples depend on, besides task and length; results with another identity are not reused."""
     max_new_tokens: int
+    """Maximum tokens of an answer."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Tasks of one kind, by name; `prefix` is that of names that cannot be listed.
-
-    `expand` returns what some of the names stand for; data is read, so that a missing file is known early.
-    """
+    """Tasks of one kind."""
 
     names: Collection[str]
+    """Names of the tasks."""
     expand: Callable[[Sequence[str], Request], list[Source]]
+    """Returns the sources of some names; it reads the data, so that a missing file raises before the run."""
     prefix: str | None = None
+    """Prefix of names that cannot be listed, such as `file:`."""

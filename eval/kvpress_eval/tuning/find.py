@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a memory limit to a press: check the limit, search, measure the best on held-out samples, write the pick."""
+"""Find a press for a memory limit: check the limit, search, measure the best on held-out samples, write the pick."""
 
 from __future__ import annotations
 
@@ -87,7 +87,9 @@ class Wishes:
             ConfigError: a value is out of range, or two values contradict each other.
         """
         if (self.memory is None) == (self.smaller is None):
-            raise ConfigError("give either memory, such as 4GB, or smaller, such as 10: one of them says the size")
+            raise ConfigError(
+                "give either memory, such as 4GB, or smaller, such as 10: exactly one of them sets the size"
+            )
         bounds: dict[str, tuple[float | None, float]] = {
             "smaller": (self.smaller, 1.0), "max_drop": (self.max_drop, 0.0), "context": (self.context, 16),
             "batch": (self.batch, 1), "held_out": (self.held_out, 2), "candidates": (self.candidates, 1),
@@ -97,7 +99,7 @@ class Wishes:
             if value is not None and not value >= bound:
                 raise ConfigError(f"{name} must be at least {bound:g}, got {value:g}")
         if self.smaller is not None and (self.context is not None or self.batch != 1):
-            raise ConfigError("context and batch say what memory is for; smaller holds at every length and batch")
+            raise ConfigError("context and batch apply to memory only; smaller holds at every length and batch")
         if unknown := sorted(set(self.statuses) - STATUSES.keys()):
             raise ConfigError(f"status must be {', '.join(STATUSES)} or several of them, got {', '.join(unknown)!r}")
         if self.smaller == 1:
@@ -234,7 +236,7 @@ class _Tuning:
             "measured on samples that were held out"
         )
         if examiner.known:
-            self._say(f"{examiner.known:,} scores of an earlier run are known, and are not asked for again")
+            self._say(f"{examiner.known:,} scores of an earlier run are reused")
         until = None if self.wishes.minutes is None else time.monotonic() + 60 * self.wishes.minutes
         with (
             RunProgress(self.console, total, until) as progress,
@@ -262,7 +264,9 @@ class _Tuning:
             if not search.ranked:
                 raise ConfigError(self._nothing_found(search))
             if search.out_of_time:
-                self._say(f"the search has had its {self._minutes()}; the best so far are measured on held-out samples")
+                self._say(
+                    f"the search has used its {self._minutes()}; the best so far are measured on held-out samples"
+                )
             self._say(f"best of the search: {search.describe_best()}")
             best = search.ranked[:FINALISTS]
             sized = self._other_sizes(search, best[0])

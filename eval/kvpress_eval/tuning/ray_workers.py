@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A search on a Ray cluster: workers that have each loaded the model examine presses, a few contexts at a time."""
+"""Search on a Ray cluster: each worker loads the model and examines presses, a few contexts at a time."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from kvpress_eval.tuning.scoring import Contexts, Examiner
 from kvpress_eval.tuning.search import Examined
 
 _RETRIES = 3
-"""Times that work is given out again when its worker is lost."""
+"""Retries of work whose worker was lost."""
 
 
-class Assistant:
-    """An examiner on another machine.
+class RemoteExaminer:
+    """Examiner on another machine.
 
     `presses` are all registered classes: unpickling them imports the modules of user-defined presses.
     """
@@ -35,18 +35,18 @@ class Assistant:
         self._examiner = Examiner(self._engine, None, config.max_seconds_per_sample)
 
     def names(self) -> tuple[str, str, str]:
-        """Return weights, device and dtype, which must be equal in all examiners."""
+        """Return the identifier of the weights, the device and the dtype, which must be equal in all examiners."""
         return self._engine.fingerprint, self._engine.device, self._engine.dtype
 
-    def examine(self, presses: Sequence[str], contexts: Contexts, known: Sequence[Row]) -> list[Row]:
-        """Score presses, and return the rows; `known` are existing rows of the full cache."""
-        self._examiner.remember(known)
+    def examine(self, presses: Sequence[str], contexts: Contexts, full_cache_rows: Sequence[Row]) -> list[Row]:
+        """Score presses, and return the rows; `full_cache_rows` are existing rows of the full cache."""
+        self._examiner.remember(full_cache_rows)
         self._examiner.examine(presses, contexts)
         return self._examiner.told(presses, contexts)
 
 
-class Crew:
-    """Workers of a cluster that compute scores, which `examiner` stores.
+class WorkerPool:
+    """Workers of a cluster that compute scores; `examiner` stores them.
 
     Ray restarts a lost worker where there is room, and repeats its work.
     """
@@ -58,29 +58,29 @@ class Crew:
         return len(self._workers)
 
     def examined(self, presses: Sequence[str], batches: Iterable[Contexts]) -> Iterator[Contexts]:
-        """Examine presses on batches of contexts, all workers at once; yield each batch when its scores are known."""
-        waiting, idle, running = deque(batches), list(self._workers), dict[Any, tuple[Any, Contexts]]()
-        while waiting or running:
-            while waiting and idle:
-                contexts = waiting.popleft()
+        """Examine presses on batches of contexts, all workers at once; yield each batch when it is scored."""
+        queued, idle, running = deque(batches), list(self._workers), dict[Any, tuple[Any, Contexts]]()
+        while queued or running:
+            while queued and idle:
+                contexts = queued.popleft()
                 missing = self._examiner.missing(presses, contexts)
                 if missing:
-                    worker, known = idle.pop(), self._examiner.told((), contexts)
-                    running[worker.examine.remote(missing, contexts, known)] = worker, contexts
+                    worker, full_cache_rows = idle.pop(), self._examiner.told((), contexts)
+                    running[worker.examine.remote(missing, contexts, full_cache_rows)] = worker, contexts
                 else:
                     yield contexts
             ready, _ = self._ray.wait(list(running), num_returns=1) if running else ([], [])
-            for one in ready:
-                worker, contexts = running.pop(one)
-                self._examiner.remember(self._answer(one))
+            for reference in ready:
+                worker, contexts = running.pop(reference)
+                self._examiner.remember(self._answer(reference))
                 idle.append(worker)
                 yield contexts
 
     def check(self, names: tuple[str, str, str]) -> None:
-        """Refuse workers whose weights, device or dtype are others than those of this process.
+        """Raise if a worker has other weights, another device or dtype than this process.
 
         Raises:
-            ConfigError: one differs.
+            ConfigError: a worker differs.
         """
         for worker in self._workers:
             theirs = self._answer(worker.names.remote())
@@ -103,10 +103,10 @@ class Crew:
 
 
 @contextmanager
-def hired(
-    config: RunConfig, engine: Engine, examiner: Examiner, sources: Sequence[Source], most: int
-) -> Iterator[Crew]:
-    """Start up to `most` workers of a cluster, each on the same kind of device as this process, and stop them at the end.
+def worker_pool(
+    config: RunConfig, engine: Engine, examiner: Examiner, sources: Sequence[Source], max_workers: int
+) -> Iterator[WorkerPool]:
+    """Start up to `max_workers` workers of a cluster, on the same type of device as this process; stop them at the end.
 
     Raises:
         ClusterError: no cluster answers, or no machine of it has room for a worker.
@@ -117,8 +117,8 @@ def hired(
         config = config.model_copy(update={"presses": ("none",), "device": "cuda" if gpu else "cpu"})
         need = need_of(config, sources, engine.model.config, gpu=gpu)
         config = config.model_copy(update={"threads": need.cpus})
-        room = places(ray, need, most)
-        actor = ray.remote(Assistant).options(
+        room = places(ray, need, max_workers)
+        actor = ray.remote(RemoteExaminer).options(
             num_cpus=need.cpus,
             num_gpus=need.gpus,
             memory=room.memory,
@@ -128,9 +128,9 @@ def hired(
         classes = [entry.press for entry in entries()]
         workers = [actor.remote(config, classes) for _ in range(room.workers)]
         try:
-            crew = Crew(ray, examiner, workers)
-            crew.check((engine.fingerprint, engine.device, engine.dtype))
-            yield crew
+            pool = WorkerPool(ray, examiner, workers)
+            pool.check((engine.fingerprint, engine.device, engine.dtype))
+            yield pool
         finally:
             for worker in workers:
                 ray.kill(worker)
@@ -145,9 +145,9 @@ def helpers(
         yield None
         return
     sources = [part.source for part in split.searched if part.source is not None]
-    with hired(config, engine, examiner, sources, sum(len(part.contexts) for part in split.searched)) as crew:
-        several = len(crew) > 1
+    with worker_pool(config, engine, examiner, sources, sum(len(part.contexts) for part in split.searched)) as pool:
+        several = len(pool) > 1
         progress.note(
-            f"{len(crew)} worker{'s' if several else ''} of the cluster examine{'' if several else 's'} presses"
+            f"{len(pool)} worker{'s' if several else ''} of the cluster examine{'' if several else 's'} presses"
         )
-        yield crew.examined
+        yield pool.examined

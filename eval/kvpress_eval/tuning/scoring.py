@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How right presses are about contexts: each is read once for all of them, and most answers are checked, not generated.
+"""Score presses on contexts: a context is read once for all presses, and most answers are checked instead of generated.
 
-Under greedy decoding a model gives an answer exactly if every token of it is the most likely one behind those before it, which
-one pass over the answer shows. Where the pass leaves it open, the answer is generated. The pass reads pairs that a codec would
-seal while an answer grows as they came, so the figures that are printed in the end come from generation.
+Greedy decoding gives an answer exactly if each of its tokens is the most likely one after the tokens before it. One pass over
+the answer shows this; if it does not decide the score, the answer is generated. A codec does not seal pairs during the pass, as
+it would during generation, so the figures printed at the end come from generation.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ERRORS = (ValueError, TypeError, RuntimeError, NotImplementedError, FloatingPoi
 
 @dataclass
 class Examiner:
-    """Scores presses on items and stores every score, so that none is computed twice; with a `path` even after a kill."""
+    """Score presses on items, and store every score, so that none is computed twice; with a `path` even after a kill."""
 
     engine: Engine
     path: Path | None
@@ -69,7 +69,7 @@ class Examiner:
         return len(self._known)
 
     def has_scored(self, press: str, item: Item) -> bool:
-        """Whether the score of a press on an item is stored."""
+        """Return whether the score of a press on an item is stored."""
         return "score" in self._known.get(_key(press, item), ())
 
     def score_of(self, press: str, item: Item) -> float:
@@ -112,7 +112,7 @@ class Examiner:
         return {name: self._known[key]["bytes"] for name, key in row_keys.items() if key in self._known}
 
     def _read(self, presses: Sequence[str], contexts: Contexts, generated: int) -> Iterator[tuple[str, Context]]:
-        """Read contexts under presses, as many at once as share a reading and fit into memory."""
+        """Read contexts under presses; presses that can share a reading do so in groups that fit in memory."""
         loaded = {name: kvpress.get_press(name) for name in presses}
         sharing = [name for name in presses if loaded[name].recipe().shares_prefill]
         tokens = max(len(context[0].prompt.first) for context in contexts)
@@ -243,7 +243,7 @@ class Examiner:
         return logits
 
     def remember(self, rows: Sequence[Row]) -> None:
-        """Write rows so that they survive a kill, each once."""
+        """Store new rows, synced to disk if there is a `path`."""
         new = {row["sample"]: row for row in rows if row["sample"] not in self._known}
         if self.path is not None:
             with translated_os_errors(self.path), self.path.open("ab") as file:
@@ -270,9 +270,9 @@ def _row(press: str, item: Item, value: float) -> Row:
 
 
 def _alike(answers: Sequence[tuple[Item, Sequence[int]] | None]) -> list[list[int]]:
-    """Return the places of questions and answers of the same lengths, which can be read together without padding."""
+    """Return groups of indices with equal lengths of question and answer, which can be read together without padding."""
     groups: dict[tuple[int, int], list[int]] = {}
-    for place, one in enumerate(answers):
-        if one is not None:
-            groups.setdefault((len(one[0].prompt.second), len(one[1])), []).append(place)
+    for place, pair in enumerate(answers):
+        if pair is not None:
+            groups.setdefault((len(pair[0].prompt.second), len(pair[1])), []).append(place)
     return list(groups.values())

@@ -43,7 +43,7 @@ _FITTINGS = 3
 _HALF = 0.5
 
 Examined = Callable[[Sequence[str], Iterable[Contexts]], Iterator[Contexts]]
-"""Examines presses on batches of contexts, and yields each batch when its scores are known."""
+"""Function that examines presses on batches of contexts, and yields each batch when it is scored."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class _Claimed(JournalFileOpenLock):
 
 @dataclass
 class Search:
-    """Finds presses that meet a limit and lose as little as possible on the worst task."""
+    """Search for presses that meet a limit and lose as little as possible on the worst task."""
 
     examiner: Examiner
     space: Space
@@ -301,16 +301,18 @@ def rungs(num_contexts: int) -> list[int]:
     return counts
 
 
-def work(candidates: int, tasks: int, most: int, recipes: int) -> int:
+def work(candidates: int, tasks: int, num_contexts: int, recipes: int) -> int:
     """Return the number of (press, context) evaluations of a search; its first wave also has the `recipes`."""
     waves = parts(range(candidates), WAVE)
-    return sum(wave_work(len(numbers) + (0 if wave else recipes), tasks, most) for wave, numbers in enumerate(waves))
+    return sum(
+        wave_work(len(numbers) + (0 if wave else recipes), tasks, num_contexts) for wave, numbers in enumerate(waves)
+    )
 
 
-def wave_work(presses: int, tasks: int, most: int) -> int:
+def wave_work(presses: int, tasks: int, num_contexts: int) -> int:
     """Return the number of (press, context) evaluations of a wave."""
     total, done = 0, 0
-    for contexts in rungs(most):
+    for contexts in rungs(num_contexts):
         total += presses * tasks * (contexts - done)
         presses, done = -(-presses // 2), contexts
     return total

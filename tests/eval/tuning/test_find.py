@@ -115,7 +115,7 @@ def test_a_second_start_examines_nothing_again(
     shutil.copytree(out, tmp_path / "best")
     monkeypatch.setattr(scoring, "read_contexts", lambda *_: pytest.fail("a context was read again"))
     resumed, printed = run_tune(tmp_path / "best")
-    assert f"{len((out / 'search.jsonl').read_text().splitlines())} scores of an earlier run are known" in printed
+    assert f"{len((out / 'search.jsonl').read_text().splitlines())} scores of an earlier run are reused" in printed
     assert (resumed.press, resumed.frontier, resumed.sentence) == (tuned.press, tuned.frontier, tuned.sentence)
 
 
@@ -147,8 +147,8 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
         ({"memory": "4GB"}, "give either memory, such as 4GB, or smaller"),
         ({"smaller": 0.5}, "smaller must be at least 1, got 0.5"),
         ({"smaller": float("nan")}, "smaller must be at least 1, got nan"),
-        ({"context": 4096}, "context and batch say what memory is for"),
-        ({"batch": 2}, "context and batch say what memory is for"),
+        ({"context": 4096}, "context and batch apply to memory only"),
+        ({"batch": 2}, "context and batch apply to memory only"),
         ({"max_drop": -1.0}, "max_drop must be at least 0, got -1"),
         (
             {"status": "recommended, good"},

@@ -19,20 +19,27 @@ from kvpress_eval.tasks.sample import Match, Query, Sample
 from kvpress_eval.tasks.source import Kind, Request, Source
 
 OWN = "data"
-"""The task of rows that name none."""
+"""Name of the task for rows without one."""
 _MATCHES = ("prefix", "contains", "any")
 
 
 @dataclass(frozen=True)
 class TaskFile:
-    """All samples of one file, and the hash that says which file it was."""
+    """Samples of one file."""
 
     path: Path
+    """The file."""
     sha256: str
+    """Hash of the file, which identifies it in results."""
     samples: Sequence[Sample]
+    """Samples in the order of the file."""
 
     def tasks(self, chosen: Sequence[str]) -> list[str]:
-        """Return the tasks of the file, or the chosen ones among them."""
+        """Return the chosen tasks, or all tasks of the file if none is chosen.
+
+        Raises:
+            ConfigError: the file has no such task.
+        """
         names = list(dict.fromkeys(sample.task for sample in self.samples))
         for name in chosen:
             if name not in names:
@@ -51,7 +58,11 @@ def split_source(source: str) -> tuple[Path, list[str]]:
 
 
 def read_file(path: Path) -> TaskFile:
-    """Read a file of rows with context, question and answer, and optionally task, length, answer_prefix and match."""
+    """Read a file of rows with context, question and answer, and optionally task, length, answer_prefix and match.
+
+    Raises:
+        DataError: the file cannot be read, or a row is invalid.
+    """
     samples: list[Sample] = []
     counts: dict[tuple[str, int], int] = {}
     raw, text = _read(path)
@@ -64,7 +75,7 @@ def read_file(path: Path) -> TaskFile:
 
 
 def read_rows(path: Path) -> list[dict[str, object]]:
-    """Return the rows of a file as they are."""
+    """Return the rows of a file as plain data."""
     return [row for _, row in _rows(path, _read(path)[1])]
 
 
@@ -97,12 +108,12 @@ def _expand(names: Sequence[str], request: Request) -> list[Source]:
 def _sources(name: str, request: Request) -> list[Source]:
     path, chosen = split_source(name)
     file = read_file(path)
-    places = [(task, length) for task in file.tasks(chosen) for length in (0, *request.lengths)]
-    found = [_source(file, task, length, request) for task, length in places if file.select(task, length)]
-    if not found:
+    groups = [(task, length) for task in file.tasks(chosen) for length in (0, *request.lengths)]
+    sources = [_source(file, task, length, request) for task, length in groups if file.select(task, length)]
+    if not sources:
         lengths = few(sorted({sample.length for sample in file.samples}))
         raise ConfigError(f"{path} has no rows of the lengths asked for; it has {lengths or 'none'}")
-    return found
+    return sources
 
 
 def _source(file: TaskFile, task: str, length: int, request: Request) -> Source:
@@ -122,15 +133,15 @@ def _sample(row: dict[str, object], counts: dict[tuple[str, int], int]) -> Sampl
     if match not in _MATCHES:
         raise ValueError(f"match must be {', '.join(_MATCHES[:-1])} or {_MATCHES[-1]}, got {match!r}")
     index = counts[task, length] = counts.get((task, length), -1) + 1
-    found = ((context.find(answer), answer) for answer in answers)
-    spans = tuple((at, at + len(answer)) for at, answer in found if at >= 0)
+    matches = ((context.find(answer), answer) for answer in answers)
+    spans = tuple((at, at + len(answer)) for at, answer in matches if at >= 0)
     query = Query(question, prefix, answers, cast(Match, match))
     return Sample(f"{task}-{length}-{index}", task, length, context, query, spans)
 
 
 def _answers(row: dict[str, object]) -> tuple[str, ...]:
-    found = row["answer"]
-    answers = found if isinstance(found, list) else [found]
+    value = row["answer"]
+    answers = value if isinstance(value, list) else [value]
     if not answers or not all(isinstance(answer, str) and answer for answer in answers):
         raise TypeError("answer must be text, or a list of texts")
     return tuple(answers)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generated tasks, of any length. A structure is known because its file is in `structures`.
+"""Generated tasks, of any length; every file in `structures` registers its tasks.
 
-Tasks of RULER (Hsieh et al., 2024, arXiv:2404.06654) have its names.
+Tasks of RULER (Hsieh et al., 2024, arXiv:2404.06654) have the same names as there.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from kvpress_eval.tasks.source import Kind, Request, Source
 
 _STRUCTURES = modules_of("kvpress_eval.tasks.structures")
 TASKS: dict[str, Task] = {name: task for module in _STRUCTURES for name, task in module.TASKS.items()}
-"""Every task, with the structure that it has in English."""
+"""Every task with its structure in English."""
 TRAINED: dict[str, Task] = {
     name: task for module in _STRUCTURES for name, task in getattr(module, "TRAINED", {}).items()
 }
-"""The structures that the reference model was trained on."""
+"""Tasks with the structures that the reference model was trained on."""
 
 
 def worded(language: str) -> Mapping[str, Task]:
-    """Return the tasks that a language has words for, with the structure that they have in it."""
+    """Return the tasks that a language has words for, with their structure in this language."""
     if language != "reference":
         return TASKS
     return {**TRAINED, **{name: task for name, task in TASKS.items() if task.plain}}
 
 
 def answer_room(task: str, language: str) -> int:
-    """Return how many tokens an answer may need: short ones in the words of the reference model, lists in English."""
+    """Return the maximum tokens of an answer: short in the reference language, that of the task in English."""
     if language == "reference":
         return SHORT
     return TASKS[task].room if task in TASKS else LONG
@@ -59,7 +59,10 @@ def generate(
 ) -> list[Sample]:
     """Return `count` samples with contexts of at most `length` tokens.
 
-    Sample `i` depends on the arguments and on `i` only, so that asking for more samples keeps the first ones.
+    Sample `i` depends on `i` and on the arguments except `count`, so that a larger `count` keeps the first samples.
+
+    Raises:
+        ValueError: the language has no such task, or `length` is too short.
     """
     tasks = worded(language.name)
     if task not in tasks:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GSM8K (Cobbe et al., 2021, arXiv:2110.14168): short questions with long answers, for what a press does while decoding."""
+"""GSM8K (Cobbe et al., 2021, arXiv:2110.14168): short questions with long answers, which measure a press during decoding."""
 
 from __future__ import annotations
 
@@ -48,18 +48,20 @@ TEMPLATE = (
     "#### 465\n\n"
     "Question: {question}\nAnswer:"
 )
-"""Four worked examples of our own, then the question."""
+"""Four worked examples, written for this package, then the question."""
 
 
 @dataclass(frozen=True)
 class Problems:
-    """The questions of the test set with their final numbers, in its order, and the hash that says which file it was."""
+    """Questions of the test set."""
 
     problems: Sequence[tuple[str, str]]
+    """Each question with its final number, in the order of the test set."""
     sha256: str
+    """Hash of the file, which identifies it in results."""
 
     def samples(self, count: int) -> list[Sample]:
-        """Return the first questions, each the whole of what is read before the answer begins."""
+        """Return samples of the first `count` questions; the context is the full prompt, with the question."""
         return [
             Sample(
                 f"{NAME}-{index}",
@@ -76,7 +78,7 @@ def read_problems(folder: Path | None) -> Problems:
     """Read the test set from the user's folder or, without one, from the hub.
 
     Raises:
-        DataError: it cannot be read, or a row is no question with an answer that ends with `#### NUMBER`.
+        DataError: it cannot be read, or a row has no question or no answer that ends with `#### NUMBER`.
     """
     content = read(TEST_SET, folder)
     problems = [_problem(row, place) for place, row in content.rows()]
@@ -95,7 +97,7 @@ def _expand(names: Sequence[str], request: Request) -> list[Source]:
 
 
 def _problem(row: Any, place: str) -> tuple[str, str]:
-    """Return question and final number of a row."""
+    """Return the question and the final number of a row."""
     match row:
         case {"question": str(question), "answer": str(answer)} if _MARK in answer:
             number = find_number(answer.rpartition(_MARK)[2])
@@ -107,16 +109,16 @@ def _problem(row: Any, place: str) -> tuple[str, str]:
 def score_number(text: str, answers: Sequence[str]) -> float:
     """Return 1 if the final number of an answer is the right one.
 
-    It is the first one after `####`, on the same line, as in lm-eval's filter `strict-match`; without one it is the last
-    number of the text, as in `flexible-extract`. What follows another `Question:` does not count, as that is where lm-eval
-    stops. Numbers are compared as numbers: thousands separators, currency signs and decimals that are 0 make no difference.
+    The final number is the first one after `####` on the same line, as in lm-eval's filter `strict-match`; without one it is
+    the last number of the text, as in `flexible-extract`. The text ends before another `Question:`, where lm-eval stops.
+    Values are compared, so that thousands separators, currency signs and trailing zeros make no difference.
     """
-    said = text.partition(_NEXT)[0]
-    marked = [find_number(line.partition(_MARK)[2]) for line in said.splitlines() if _MARK in line]
-    found = next((number for number in marked if number is not None), None)
-    if found is None:
-        found = find_number(said, last=True)
-    return float(found is not None and any(found == Decimal(answer) for answer in answers))
+    answer_text = text.partition(_NEXT)[0]
+    marked = [find_number(line.partition(_MARK)[2]) for line in answer_text.splitlines() if _MARK in line]
+    number_found = next((number for number in marked if number is not None), None)
+    if number_found is None:
+        number_found = find_number(answer_text, last=True)
+    return float(number_found is not None and any(number_found == Decimal(answer) for answer in answers))
 
 
 def find_number(text: str, *, last: bool = False) -> Decimal | None:

@@ -24,13 +24,18 @@ ASK_CHINESE = "\n\n问题：{input}\n请简短回答。答案："  # noqa: RUF00
 
 @dataclass(frozen=True)
 class Form:
-    """How a subset asks, in our words, and how it scores; `options` says that a question has four answers."""
+    """Prompt and score of a subset; the wording is ours."""
 
     before: str
+    """Prompt before the context."""
     after: str
+    """Prompt after the context, with fields in braces."""
     score: Score
+    """Scores an answer."""
     max_new_tokens: int
+    """Maximum tokens of an answer."""
     options: bool = False
+    """A question offers four answers."""
 
 
 CHOICES = "\nA. {A}\nB. {B}\nC. {C}\nD. {D}\n"
@@ -75,7 +80,7 @@ FORMS: Mapping[str, Form] = {
 
 
 def options_of(row: Any) -> list[str]:
-    """Return the four answers that a question offers."""
+    """Return the four answers that a question offers; raise a ValueError for another number."""
     options = [str(option) for option in row["options"]]
     if len(options) != len(LETTERS):
         raise ValueError(f"options must be {len(LETTERS)}, not {len(options)}")
@@ -83,7 +88,7 @@ def options_of(row: Any) -> list[str]:
 
 
 def _parse(form: Form, number: str, row: Any) -> list[Asked]:
-    """Return the question of a row: `context`, `input`, `answer` (one or a list), and `options` where there are any."""
+    """Return the question of a row with `context`, `input`, `answer` (one or a list), and `options` if the form has them."""
     fields = {"input": text_of(row, "input")}
     answers = texts_of(row["answer"], "answer")
     if form.options:
@@ -116,7 +121,7 @@ ALL = "infinitebench:all"
 
 
 def require_rouge(task: Published) -> None:
-    """Raise a ConfigError where a task is scored by ROUGE and its package is not installed."""
+    """Raise a ConfigError if a task is scored by ROUGE and the package rouge-score is not installed."""
     if task.score is scores.summary and importlib.util.find_spec("rouge_score") is None:
         raise ConfigError(f"{task.name} is scored by rouge-score: pip install 'kvpress-toolkit[benchmarks]'")
 

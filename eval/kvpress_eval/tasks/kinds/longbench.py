@@ -24,16 +24,18 @@ from kvpress_eval.tasks.source import Kind, Request, Source
 
 @dataclass(frozen=True)
 class Subset:
-    """A name that a run may ask for: a published file, the form of its prompts, and which of its rows.
-
-    `asked_as` is the name that the published templates have for it.
-    """
+    """Rows of a published file as a task."""
 
     name: str
+    """Name of the task."""
     published: Published
+    """The file."""
     asked_as: str
+    """Name of the subset in the published templates."""
     form: Form
+    """Prompt and score."""
     takes: Callable[[Any], bool]
+    """Returns whether a row belongs to the task."""
 
 
 def _expand(names: Sequence[str], request: Request) -> list[Source]:
@@ -64,7 +66,7 @@ def _sources(subset: Subset, request: Request) -> list[Source]:
 
 
 def _make(name: str, length: int, form: Form, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-    """Return a sample for each row; prompts of more tokens than `length` lose their middle."""
+    """Return a sample for each row; prompts of more than `length` tokens are cut in the middle."""
     samples = []
     for row in rows:
         question = form.after.format(**row.asked)
@@ -76,7 +78,7 @@ def _make(name: str, length: int, form: Form, rows: Sequence[Row], tokenizer: Pr
 
 
 def _names() -> dict[str, list[Subset]]:
-    """Return every name that a run may ask for, and what it stands for."""
+    """Return every valid name with its subsets."""
     plain = [_subset(name, name) for name in FORMS]
     even = [_subset(f"{name}_e", name) for name in EVEN]
     ranges = [
@@ -84,13 +86,13 @@ def _names() -> dict[str, list[Subset]]:
         for subset in even
         for label, words in EVEN_RANGES.items()
     ]
-    whole = Subset("longbench-v2", VERSION_2, "longbench-v2", CHOICE, _any)
+    version_2 = Subset("longbench-v2", VERSION_2, "longbench-v2", CHOICE, _any)
     parts = [
-        replace(whole, name=f"{whole.name}:{_slug(value)}", takes=partial(_is, field, (value,)))
+        replace(version_2, name=f"{version_2.name}:{_slug(value)}", takes=partial(_is, field, (value,)))
         for field, values in PARTS.items()
         for value in values
     ]
-    names = {subset.name: [subset] for subset in (*plain, *even, *ranges, *parts, whole)}
+    names = {subset.name: [subset] for subset in (*plain, *even, *ranges, *parts, version_2)}
     return {**names, "longbench:all": plain, "longbench:all_e": even}
 
 

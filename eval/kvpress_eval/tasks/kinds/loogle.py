@@ -16,7 +16,7 @@ from kvpress_eval.tasks.longbench.subsets import CONTEXT
 from kvpress_eval.tasks.source import Kind, Request, Source
 
 _MOST = 20_000
-"""Characters of an answer that is read as a dictionary."""
+"""Maximum characters of an answer that is parsed as a dictionary."""
 
 
 def recall(text: str, answers: Sequence[str]) -> float:
@@ -25,24 +25,25 @@ def recall(text: str, answers: Sequence[str]) -> float:
 
 
 def cloze(text: str, answers: Sequence[str]) -> float:
-    """Return the share of masked entities that are exactly right; the answer is a JSON or Python dictionary, or nothing is.
+    """Return the share of masked entities that are exactly right; 0 if the text is not a JSON or Python dictionary.
 
-    The published code runs an answer as Python. Here it is only read, so that a call or a sum in it is no dictionary.
+    Differs from the published code, which evaluates an answer as Python. Here it is parsed as a literal, so that an answer
+    with a call or a sum is not a dictionary.
     """
     right = json.loads(answers[0])
-    said = _dictionary(text)
-    return sum(name in said and said[name] == value for name, value in right.items()) / len(right)
+    answer = _dictionary(text)
+    return sum(name in answer and answer[name] == value for name, value in right.items()) / len(right)
 
 
 def _dictionary(text: str) -> dict[Any, Any]:
     text = text.strip()
     for read in (ast.literal_eval, json.loads):
         try:
-            found = read(text) if len(text) <= _MOST else None
+            value = read(text) if len(text) <= _MOST else None
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             continue
-        if isinstance(found, dict):
-            return found
+        if isinstance(value, dict):
+            return value
     return {}
 
 
@@ -62,7 +63,7 @@ _FORMS: Mapping[str, tuple[str, str, Score, int]] = {
 
 
 def _parse(before: str, after: str, number: str, row: Any) -> list[Asked]:
-    """Return the questions of a row: of the files of the repository (`input`, `qa_pairs`), or one of the hub (`context`)."""
+    """Return the questions of a row in the form of the repository (`input`, `qa_pairs`) or of the hub (`context`)."""
     context = before + text_of(row, "input", "context")
     if "qa_pairs" not in row:
         pairs = [{"Q": row.get("question") or "", "A": row["answer"]}]
@@ -78,13 +79,13 @@ def _parse(before: str, after: str, number: str, row: Any) -> list[Asked]:
 
 
 def _answer(value: Any) -> str:
-    """Return an answer as text; that of a cloze as JSON."""
+    """Return an answer as text; the answer of a cloze as JSON."""
     if isinstance(value, str) and not value.strip().startswith("{"):
         return value
-    found = value if isinstance(value, dict) else ast.literal_eval(value)
-    if not isinstance(found, dict) or not found:
+    masks = value if isinstance(value, dict) else ast.literal_eval(value)
+    if not isinstance(masks, dict) or not masks:
         raise TypeError("an answer must be text, or a dictionary of masks")
-    return json.dumps(found)
+    return json.dumps(masks)
 
 
 TASKS = {

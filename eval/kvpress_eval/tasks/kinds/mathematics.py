@@ -20,8 +20,8 @@ TEMPLATE = "{problem}\n\nThink step by step, and put the final answer in \\boxed
 
 
 def boxed(text: str) -> str | None:
-    r"""Return what the last \boxed{...} of a text holds, whose braces close; None if there is none."""
-    for start in reversed([found.end() for found in re.finditer(re.escape(_BOX) + r"\s*\{", text)]):
+    r"""Return the content of the last \boxed{...} with balanced braces in a text; None if there is none."""
+    for start in reversed([match.end() for match in re.finditer(re.escape(_BOX) + r"\s*\{", text)]):
         depth = 1
         for at in range(start, len(text)):
             depth += {"{": 1, "}": -1}.get(text[at], 0)
@@ -31,34 +31,37 @@ def boxed(text: str) -> str | None:
 
 
 def same_integer(text: str, answers: Sequence[str]) -> float:
-    r"""Return 1 if the box holds the whole number of an AIME problem, 0 to 999; zeros in front make no difference.
+    r"""Return 1 if the box holds the integer of an AIME problem, 0 to 999; leading zeros make no difference.
 
-    Spaces, dollar signs, commas between thousands, \text and a full stop around the number do not count.
+    Spaces, dollar signs, commas between thousands, \text and a full stop around the number are ignored.
     """
-    said = boxed(text)
-    if said is None:
+    content = boxed(text)
+    if content is None:
         return 0.0
-    unwrapped = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", said).replace("{,}", ",")
+    unwrapped = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", content).replace("{,}", ",")
     plain = re.sub(r"\\[,!; ]|[\s$]", "", unwrapped).strip(".")
     number = re.fullmatch(r"\d{1,3}(?:,\d{3})*|\d{1,9}", plain)
     return float(number is not None and int(plain.replace(",", "")) == int(answers[0]))
 
 
 def equivalent(text: str, answers: Sequence[str]) -> float:
-    """Return 1 if the final answer equals the right one as mathematics, says the package math-verify.
+    """Return 1 if the final answer is mathematically equal to the right one, by the package math-verify.
 
-    An answer that it cannot judge in time is wrong.
+    An answer that exceeds the timeout is wrong.
     """
     return float(judge(answers[0], text))
 
 
 @dataclass(frozen=True)
 class Problems:
-    """A set of problems: its file, how answers are compared, and how many tokens one may have."""
+    """Set of problems."""
 
     file: HubFile
+    """File with the problems."""
     score: Callable[[str, Sequence[str]], float]
+    """Compares an answer with the right one."""
     max_new_tokens: int
+    """Maximum tokens of an answer."""
 
 
 _FORM = "rows with problem and answer"
@@ -99,8 +102,8 @@ def _source(name: str, problems: Problems, request: Request) -> Source:
     if problems.score is equivalent and importlib.util.find_spec("math_verify") is None:
         raise ConfigError(f"{name} is scored by math-verify: pip install 'kvpress-toolkit[benchmarks]'")
     content = read(problems.file, request.data_dir)
-    asked = [_problem(row, place, problems) for place, row in content.rows()]
-    if not asked:
+    pairs = [_problem(row, place, problems) for place, row in content.rows()]
+    if not pairs:
         raise DataError(f"{content.where} holds no problem")
     samples = [
         Sample(
@@ -110,7 +113,7 @@ def _source(name: str, problems: Problems, request: Request) -> Source:
             TEMPLATE.format(problem=problem),
             Query("", "", (answer,), problems.score, separator=""),
         )
-        for index, (problem, answer) in enumerate(asked[: request.samples])
+        for index, (problem, answer) in enumerate(pairs[: request.samples])
     ]
     identity = {"problems": content.sha256, "template": TEMPLATE}
     room = request.max_new_tokens or problems.max_new_tokens

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """SCBench (Li et al., 2024, arXiv:2412.10319) as tasks: several questions about one context that is compressed once.
 
-`scbench:SUBSET` asks each question behind the context alone, `scbench:SUBSET:turns` behind the questions before it with
+In `scbench:SUBSET` each question follows the context alone. In `scbench:SUBSET:turns` it follows the earlier questions with
 their right answers, as in a conversation.
 """
 
@@ -31,26 +31,28 @@ TURNS = ":turns"
 
 
 def contains(text: str, answers: Sequence[str]) -> float:
-    """Return 1 if the answer stands in the text: `kv` and `prefix_suffix`."""
+    """Return 1 if the text contains the answer: `kv` and `prefix_suffix`."""
     return float(answers[0] in text)
 
 
 def mentions(text: str, answers: Sequence[str]) -> float:
-    """Return 1 if any answer stands in the text, without case: `qa_eng` and `many_shot`."""
+    """Return 1 if the text contains any answer, ignoring case: `qa_eng` and `many_shot`."""
     return float(any(answer.upper() in text.upper() for answer in answers))
 
 
 def share(text: str, answers: Sequence[str]) -> float:
-    """Return the share of answers that stand in the text, without case, to two digits: `vt`."""
+    """Return the share of answers that the text contains, ignoring case, rounded to two digits: `vt`."""
     return round(sum(answer.lower() in text.lower() for answer in answers) / len(answers), 2)
 
 
 def extreme(text: str, answers: Sequence[str]) -> float:
-    """Return 1 if the first number is the right one, cut to a whole one where that is right: `mf`."""
-    found = re.search(r"\d+\.\d+|\d+", text)
-    if found is None:
+    """Return 1 if the first number is the right one; if that is an integer, decimals are cut off: `mf`."""
+    number = re.search(r"\d+\.\d+|\d+", text)
+    if number is None:
         return 0.0
-    return float(float(found[0]) == float(answers[0]) if "." in answers[0] else int(float(found[0])) == int(answers[0]))
+    return float(
+        float(number[0]) == float(answers[0]) if "." in answers[0] else int(float(number[0])) == int(answers[0])
+    )
 
 
 _INPUT = "\n\n{input}\n"
@@ -71,25 +73,25 @@ FORMS: Mapping[str, Form] = {
     "mf": Form("A list of numbers follows, and questions about it.\n\n", _INPUT, extreme, 5),
     "summary": Form("", _INPUT, scores.summary, 200),
 }
-"""The subsets of one kind of question; `repoqa` and the two mixed ones need its parsers of code and are not offered."""
+"""Subsets with one kind of question; `repoqa` and the two mixed subsets need SCBench's code parsers and are left out."""
 
 
 def _parse(form: Form, turns: bool, number: str, row: Any) -> list[Asked]:
-    """Return the questions of a row: `context`, or `input`, and `multi_turns` of `input`, `answer` and perhaps `options`."""
+    """Return the questions of a row: `context` (or `input`), and `multi_turns` with `input`, `answer`, maybe `options`."""
     context = form.before + text_of(row, "context", "input")
     if not isinstance(row["multi_turns"], list) or not row["multi_turns"]:
         raise TypeError("multi_turns must be a list with at least one turn")
-    asked, before = [], ""
+    questions, before = [], ""
     for at, turn in enumerate(row["multi_turns"]):
         answers = texts_of(turn["answer"], "answer")
         fields = {"input": text_of(turn, "input")}
         if form.options:
             fields = {**fields, **dict(zip(LETTERS, options_of(turn), strict=True))}
         question = form.after.format(**fields)
-        asked.append(Asked(str(int(number) + at), number, context, before + question, answers))
+        questions.append(Asked(str(int(number) + at), number, context, before + question, answers))
         if turns:
             before += f"{question} {answers[0]}"
-    return asked
+    return questions
 
 
 TASKS = {

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a language says: how the facts, questions and filler of a task are worded.
+"""Interface of a language: the wording of facts, questions and filler.
 
-Sentences start with their leading space, so that a context is their plain concatenation.
+Sentences begin with a space, so that a context is their concatenation.
 """
 
 from __future__ import annotations
@@ -16,66 +16,74 @@ from kvpress_eval.tasks.sample import Query
 
 @dataclass(frozen=True)
 class Fact:
-    """The `attribute` of `key` is `value`."""
+    """Statement that the `attribute` of `key` is `value`."""
 
     attribute: str
+    """Property, such as "code"."""
     key: str
+    """Thing that has the property."""
     value: str
+    """Value of the property."""
 
 
 class Language(Protocol):
-    """Words and sentence forms; a task decides which facts there are, a language how they read.
-
-    `refrain` are sentences that may be repeated as filler. `value_form` gives a variable a value, `variable_form` that of
-    another variable; `list_form` is a context that is nothing but words, with `list_separator` between them.
-    """
+    """Words and sentence forms; tasks decide the facts, a language words them."""
 
     name: str
+    """Name of the language."""
     attributes: Sequence[str]
+    """Attributes of facts."""
     countable_attributes: Sequence[str]
+    """Attributes that may have several values and take a plural."""
     words: Sequence[str]
+    """Words of lists."""
     refrain: Sequence[str]
+    """Sentences that are repeated as filler."""
     value_form: str
+    """Form that assigns a value to a variable."""
     variable_form: str
+    """Form that assigns the value of another variable to a variable."""
     list_form: str
+    """Form of a context that is a list of words."""
     list_separator: str
+    """Text between the words of a list."""
 
     def draw_keys(self, rng: random.Random, count: int) -> list[str]:
-        """Return `count` different things that facts can be about."""
+        """Return `count` different things for facts."""
 
     def draw_variables(self, rng: random.Random, count: int) -> list[str]:
         """Return `count` different variable names."""
 
     def draw_value(self, rng: random.Random) -> str:
-        """Return a number that no filler sentence contains."""
+        """Return a random number as text; no filler sentence contains it."""
 
     def filler(self, rng: random.Random) -> str:
-        """Return a sentence that no question is about."""
+        """Return a sentence that no question refers to."""
 
     def state(self, fact: Fact) -> str:
-        """Return the sentence that tells a fact."""
+        """Return a fact as a sentence."""
         return f" The {fact.attribute} for {fact.key} is {fact.value}."
 
     def assign_value(self, variable: str, value: str) -> str:
-        """Return the sentence that gives a variable a value."""
+        """Return the sentence that assigns a value to a variable."""
         return self.value_form.format(variable, value)
 
     def assign_variable(self, variable: str, source: str) -> str:
-        """Return the sentence that gives a variable the value of another one."""
+        """Return the sentence that assigns the value of `source` to a variable."""
         return self.variable_form.format(variable, source)
 
     def list_words(self, words: Sequence[str]) -> str:
-        """Return a context that is nothing but these words."""
+        """Return a context that is a list of words."""
         return self.list_form.format(self.list_separator.join(words))
 
     def ask_facts(self, facts: Sequence[Fact]) -> Query:
-        """Ask for the value of each fact."""
+        """Return the question for the value of each fact."""
 
     def ask_all_values(self, facts: Sequence[Fact]) -> Query:
-        """Ask for every value of one key and attribute; `facts` are in order of appearance."""
+        """Return the question for every value of one key and attribute; `facts` are in order of appearance."""
 
     def ask_chain(self, variables: Sequence[str], value: str) -> Query:
-        """Ask about a chain of assignments that starts with `value`; each variable takes the one before."""
+        """Return the question about a chain of assignments from `value` on; each variable takes the value of the one before."""
 
     def ask_most_common(self, words: Sequence[str]) -> Query:
-        """Ask for the words that occur most often in a list."""
+        """Return the question for the most common words of a list."""

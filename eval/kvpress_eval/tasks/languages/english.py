@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain English for any instruction model."""
+"""Plain English, for any instruction model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ OPENING = ("", "", "Later that day, ", "On most mornings, ", "As usual, ", "That
 
 
 class EnglishLanguage(Language):
-    """Readable sentences of our own; numbers of seven digits, so that none is guessed."""
+    """Plain English sentences; values have seven digits, so that a model cannot guess them."""
 
     name = "english"
     attributes: Sequence[str] = ("access code", "serial number", "booking number", "account number")
@@ -73,8 +73,8 @@ class EnglishLanguage(Language):
         return f" {text[0].upper()}{text[1:]}"
 
     def ask_facts(self, facts: Sequence[Fact]) -> Query:
-        asked = " and ".join(f"the {fact.attribute} for {fact.key}" for fact in facts)
-        question = f"\nAccording to the text above, what is {asked}?"
+        subject = " and ".join(f"the {fact.attribute} for {fact.key}" for fact in facts)
+        question = f"\nAccording to the text above, what is {subject}?"
         prefix = f"The {facts[0].attribute} for {facts[0].key} is"
         return Query(question, prefix, tuple(fact.value for fact in facts), "contains")
 
@@ -95,44 +95,44 @@ class EnglishLanguage(Language):
         return Query(question, prefix, tuple(words), "contains")
 
     def draw_words(self, rng: random.Random, count: int) -> list[str]:
-        """Return `count` different words; where these do not suffice, 90,000 such as "lantern-tiger" do."""
+        """Return `count` different words; if there are too few, pairs such as "lantern-tiger", of which there are 90,000."""
         if count <= len(self.words):
             return rng.sample(self.words, count)
         pairs = rng.sample(range(len(self.words) ** 2), count)
         return [f"{self.words[pair // len(self.words)]}-{self.words[pair % len(self.words)]}" for pair in pairs]
 
     def code(self, words: Sequence[str]) -> str:
-        """Make a context of coded words."""
+        """Return a context of coded words."""
         return f" Here is a text in code: {' '.join(words)}"
 
     def ask_most_frequent(self, words: Sequence[str]) -> Query:
-        """Ask for the most frequent coded words."""
+        """Return the question for the most frequent coded words."""
         question = f"\nWhich {len(words)} coded words occur most often in the text above? The dots are not words."
         prefix = f"The {len(words)} most frequent coded words are"
         return Query(question, prefix, tuple(words), "contains")
 
     def passage(self, text: str) -> str:
-        """Tell a passage."""
+        """Return a passage with its heading."""
         return f"\n\nPassage:\n{text.strip()}"
 
     def ask_question(self, question: str, answers: Sequence[str]) -> Query:
-        """Ask a question about passages."""
-        asked = f"\n\nAnswer in a few words what the passages above say. Question: {question}"
-        return Query(asked, "Answer:", tuple(answers), "any")
+        """Return a question about passages."""
+        text = f"\n\nAnswer in a few words what the passages above say. Question: {question}"
+        return Query(text, "Answer:", tuple(answers), "any")
 
     def tell_passkey(self, value: str) -> str:
-        """Tell the pass key, twice."""
+        """Return the sentences that state the pass key, twice."""
         return f" The pass key is {value}. Keep it in mind: {value} is the pass key."
 
     def ask_passkey(self, value: str) -> Query:
-        """Ask for the pass key."""
+        """Return the question for the pass key."""
         return Query("\nWhat is the pass key?", "The pass key is", (value,), "contains")
 
     def dictionary(self, text: str) -> str:
-        """Make a context of a dictionary."""
+        """Return a context of a JSON dictionary."""
         return f" Here is a JSON object:\n{text}"
 
     def ask_entry(self, key: str, value: str) -> Query:
-        """Ask for the value of a key."""
+        """Return the question for the value of a key."""
         question = f'\nWhat is the value of the key "{key}" in the JSON object above?'
         return Query(question, f'The value of "{key}" is', (value,), "contains")

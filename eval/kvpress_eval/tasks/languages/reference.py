@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The small English the bundled reference model was trained on; it reads nothing else."""
+"""Language of the bundled reference model: the small subset of English that it was trained on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvpress_eval.tasks.sample import Query
 
 
 class ReferenceLanguage(Language):
-    """Exactly the words and sentence forms of the training data: one wrong word and accuracy drops."""
+    """Words and sentence forms of the training data; accuracy drops with any other word."""
 
     name = "reference"
     attributes: Sequence[str] = ATTR
@@ -29,15 +29,15 @@ class ReferenceLanguage(Language):
         return rng.sample(KEYS, count)
 
     def draw_variables(self, rng: random.Random, count: int) -> list[str]:
-        """Return `count` different nouns; in this language they also name variables."""
+        """Return `count` different nouns, which are also names of variables here."""
         return rng.sample(KEYS, count)
 
     def draw_value(self, rng: random.Random) -> str:
-        """Return four digits: two tokens."""
+        """Return four digits, which are two tokens."""
         return f"{rng.randrange(10_000):04d}"
 
     def filler(self, rng: random.Random) -> str:
-        """Return one of the five filler forms; one noun in ten may also be a key."""
+        """Return a sentence in one of five forms; one noun in ten is drawn from the keys."""
         form = rng.random()
         verb = rng.choice(VERB)
         first, second = (rng.choice(KEYS if rng.random() < 0.1 else NOUN) for _ in range(2))
@@ -52,26 +52,26 @@ class ReferenceLanguage(Language):
         return f" The {first} {verb} {rng.choice(ADV)}."
 
     def ask_facts(self, facts: Sequence[Fact]) -> Query:
-        """Ask for one or more facts; the answer restates all but the first one in full."""
-        first, *rest = facts
-        asked = " and ".join(f"the {fact.attribute} for {fact.key}" for fact in facts)
-        answer = first.value + "".join(f".{self.state(fact).removesuffix('.')}" for fact in rest)
+        """Return the question for one or more facts; the answer has every fact after the first as a sentence."""
+        first, *later = facts
+        subject = " and ".join(f"the {fact.attribute} for {fact.key}" for fact in facts)
+        answer = first.value + "".join(f".{self.state(fact).removesuffix('.')}" for fact in later)
         prefix = f"The {first.attribute} for {first.key} is"
-        return Query(f"\nWhat is {asked}?", prefix, (answer,), "prefix")
+        return Query(f"\nWhat is {subject}?", prefix, (answer,), "prefix")
 
     def ask_all_values(self, facts: Sequence[Fact]) -> Query:
-        """Ask for all values, in order of appearance."""
+        """Return the question for all values; the answer has them in order of appearance."""
         subject = f"{facts[0].attribute}s for {facts[0].key}"
         answer = " and ".join(fact.value for fact in facts)
         return Query(f"\nWhat are all the {subject}?", f"The {subject} are", (answer,), "prefix")
 
     def ask_chain(self, variables: Sequence[str], value: str) -> Query:
-        """Ask for the trace of the last variable back to the value."""
+        """Return the question for the trace from the last variable back to the value."""
         *earlier, last = variables
         answer = " be ".join([*reversed(earlier), value])
         return Query(f"\nTrace {last}.", f"Let {last} be", (answer,), "prefix")
 
     def ask_most_common(self, words: Sequence[str]) -> Query:
-        """Ask for the most common word; there is no form for several."""
+        """Return the question for the most common word; the language has no form for several."""
         (word,) = words
         return Query("\nWhat is the most common word?", "The most common word is", (word,), "prefix")

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LongBench: what published long-context tasks ask, how they score, and where their data is."""
+"""LongBench: prompts, metrics and data of the published long-context tasks."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The published data of LongBench: from a folder of the user, or from the hub at a fixed revision."""
+"""Read the published data of LongBench from the user's folder, or from the hub at a fixed commit."""
 
 from __future__ import annotations
 
@@ -17,40 +17,46 @@ from kvpress_eval.tasks.hub import HubFile, read
 
 
 class Row(BaseModel, ABC):
-    """What both versions have: a context, and a name that no other row of the file has."""
+    """Row of either version."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
     id: str = Field(alias="_id")
+    """Identifier, unique in the file."""
     context: str
+    """Text that the question is about."""
 
     @property
     def text(self) -> str:
-        """The context as it goes into the prompt."""
+        """Context for the prompt."""
         return self.context
 
     @property
     @abstractmethod
     def asked(self) -> dict[str, str]:
-        """What the template takes after the context."""
+        """Fields of the template after the context."""
 
     @property
     @abstractmethod
     def right(self) -> tuple[str, ...]:
-        """The answers, any of which is right."""
+        """Right answers; one of them is enough."""
 
     def adapt(self, metric: Callable[..., float]) -> Callable[[str, str], float]:
-        """Return the metric with what it has to know of this row."""
+        """Return the metric with the arguments that depend on this row."""
         return metric
 
 
 class Question(Row):
-    """A row of version 1. `length` counts words, or characters of Chinese."""
+    """Row of version 1."""
 
     input: str
+    """The question."""
     answers: Annotated[list[str], Field(min_length=1)]
+    """Right answers."""
     length: int
+    """Words of the context, or characters in Chinese."""
     all_classes: list[str] | None
+    """Classes of a classification."""
 
     @property
     def asked(self) -> dict[str, str]:
@@ -62,7 +68,7 @@ class Question(Row):
 
 
 class Classified(Question):
-    """A row of version 1 with the classes that a text may name."""
+    """Row of version 1 with classes."""
 
     all_classes: Annotated[list[str], Field(min_length=1)]
 
@@ -71,7 +77,7 @@ class Classified(Question):
 
 
 class Choice(Row):
-    """A row of version 2: a question with four answers, one of them right."""
+    """Row of version 2: a question with four answers, one of which is right."""
 
     domain: str
     difficulty: Literal["easy", "hard"]
@@ -99,24 +105,28 @@ class Choice(Row):
 
 @dataclass(frozen=True)
 class Published:
-    """A published file, and what its rows must be."""
+    """Published file."""
 
     file: HubFile
+    """The file."""
     schema: type[Row]
+    """Schema that validates its rows."""
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """The rows of a file, and the hash that says which file it was."""
+    """Rows of a file."""
 
     rows: Sequence[Row]
+    """Rows in the order of the file."""
     sha256: str
+    """Hash of the file, which identifies it in results."""
 
 
 def version_1(subset: str, schema: type[Question]) -> Published:
     """Return the file of a subset, such as `trec` or `trec_e`.
 
-    It is read from the archive because the repository loads by a script, which `datasets` has refused since 4.0.
+    The file is a member of an archive, read directly: `datasets` refuses the repository's loading script from 4.0 on.
     """
     file = HubFile(
         (f"{subset}.jsonl",),
@@ -131,19 +141,23 @@ def version_1(subset: str, schema: type[Question]) -> Published:
 
 
 def read_rows(published: Published, folder: Path | None) -> Rows:
-    """Read a file from the user's folder or, without one, from the hub or its cache on this machine."""
+    """Read a file from the user's folder or, without one, from the hub or its cache on this machine.
+
+    Raises:
+        DataError: the file cannot be read, a row is invalid, or two rows have the same identifier.
+    """
     content = read(published.file, folder)
     rows, seen = [], dict[str, str]()
-    for place, value in content.rows():
+    for where, value in content.rows():
         try:
             row = published.schema.model_validate(value)
         except ValidationError as error:
             problem = error.errors()[0]
             field = ".".join(map(str, problem["loc"])) or "row"
-            raise DataError(f"{place}: not a LongBench row ({field}: {problem['msg']})") from error
+            raise DataError(f"{where}: not a LongBench row ({field}: {problem['msg']})") from error
         if row.id in seen:
-            raise DataError(f"{place}: the _id {row.id!r} is that of {seen[row.id]} too")
-        seen[row.id] = place
+            raise DataError(f"{where}: the _id {row.id!r} is that of {seen[row.id]} too")
+        seen[row.id] = where
         rows.append(row)
     return Rows(rows, content.sha256)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scores of LongBench, equal to the published ones, quirks included; each is in [0, 1] for any text."""
+"""Metrics of LongBench, equal to the published ones, quirks included; each returns a number in [0, 1] for any text."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ NO_CHINESE_PUNCTUATION = str.maketrans("", "", string.punctuation + _CHINESE_PUN
 
 
 def best(text: str, answers: Sequence[str], *, metric: Callable[[str, str], float], first_line: bool) -> float:
-    """Return the score against the answer that fits best."""
+    """Return the highest score over the right answers; `first_line` scores only the first line of the text."""
     if first_line:
         text = text.lstrip("\n").split("\n")[0]
     return max(metric(text, answer) for answer in answers)
 
 
 def f1(text: str, answer: str) -> float:
-    """Return the harmonic mean of precision and recall of the words, without case, punctuation and articles."""
+    """Return F1 of the words, ignoring case, punctuation and articles."""
     return overlap(_words(text), _words(answer))
 
 
 def f1_chinese(text: str, answer: str) -> float:
-    """Return the same over the words that jieba finds."""
+    """Return F1 of the Chinese words that jieba separates."""
     return overlap(_chinese_words(text), _chinese_words(answer))
 
 
@@ -48,26 +48,26 @@ def rouge_l(text: str, answer: str) -> float:
 def rouge_l_parts(text: str, answer: str) -> tuple[float, float]:
     """Return precision and recall of ROUGE-L of summaries, as the package `rouge` 1.0.1 defines them.
 
-    A sentence ends at a full stop and nowhere else. Counted are distinct words: those on a longest common subsequence of any
-    sentence of the answer with any of the text, out of those of the text (precision) and of the answer (recall).
+    A sentence ends at a full stop only. Distinct words are counted: the common words lie on a longest common subsequence of a
+    sentence of the answer and a sentence of the text. Precision is their share of the text's words, recall of the answer's.
     """
     ours, theirs = _sentences(text), _sentences(answer)
     if not ours or not theirs:
         return 0.0, 0.0
-    common = len(set(chain.from_iterable(_common(answered, said) for answered in theirs for said in ours)))
+    common = len(set(chain.from_iterable(_common(target, sentence) for target in theirs for sentence in ours)))
     return common / len(set(chain(*ours))), common / len(set(chain(*theirs)))
 
 
 def rouge_l_chinese(text: str, answer: str) -> float:
-    """Return ROUGE-L over the words that jieba finds."""
+    """Return ROUGE-L of the Chinese words that jieba separates."""
     return rouge_l(" ".join(_cut(text)), " ".join(_cut(answer)))
 
 
 def classification(text: str, answer: str, *, classes: Sequence[str]) -> float:
-    """Return one over the number of classes that the text names, if the right one is among them.
+    """Return 1 / (number of classes in the text) if the right class is one of them, else 0.
 
-    A class whose name is a part of the right one does not count. The published loop removes such names while it walks over
-    the list and so leaves one that comes right after another; so does this one.
+    A class whose name is a substring of the right one does not count. As in the published code, the loop deletes such names
+    from the list that it iterates over, and therefore skips a name directly after a deleted one.
     """
     named = [name for name in classes if name in text]
     at = 0
@@ -93,9 +93,9 @@ def retrieval(text: str, answer: str) -> float:
 
 
 def code_similarity(text: str, answer: str) -> float:
-    """Return how similar the first line that is neither a comment nor a fence is to the answer, in whole per cent.
+    """Return the similarity of the answer and the first line that is no comment and no fence, rounded to per cent.
 
-    The similarity is that of `fuzzywuzzy` without python-Levenshtein, as the benchmark's requirements install it.
+    The similarity is that of `fuzzywuzzy` without python-Levenshtein, which the benchmark's requirements install.
     """
     lines = text.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
@@ -105,14 +105,14 @@ def code_similarity(text: str, answer: str) -> float:
 
 
 def letter(text: str, answer: str) -> float:
-    """Return 1 if the text says which letter is correct, and it is."""
+    """Return 1 if the text contains "The correct answer is" with the right letter."""
     text = text.strip().replace("*", "")
-    said = re.search(r"The correct answer is \(([A-D])\)", text) or re.search(r"The correct answer is ([A-D])", text)
-    return float(said is not None and said[1] == answer)
+    match = re.search(r"The correct answer is \(([A-D])\)", text) or re.search(r"The correct answer is ([A-D])", text)
+    return float(match is not None and match[1] == answer)
 
 
 def overlap(ours: Sequence[str], theirs: Sequence[str]) -> float:
-    """Return the harmonic mean of precision and recall of items, each as often as it occurs."""
+    """Return F1 of two sequences as multisets."""
     common = (Counter(ours) & Counter(theirs)).total()
     if not common:
         return 0.0
@@ -139,24 +139,26 @@ def _jieba() -> Any:
 
     jieba.setLogLevel(logging.WARNING)
     tokenizer = jieba.Tokenizer()
-    # By default it unmarshals a file from the common temporary folder, which anyone may have put there.
-    with tempfile.TemporaryDirectory() as own:
-        tokenizer.tmp_dir = own
+    # By default jieba unmarshals a cache file from the shared temporary folder, which any user can write.
+    with tempfile.TemporaryDirectory() as private_folder:
+        tokenizer.tmp_dir = private_folder
         tokenizer.initialize()
     return tokenizer
 
 
 def _sentences(text: str) -> list[list[str]]:
-    """Return the words of each sentence; one of nothing but spaces has one empty word."""
-    return [" ".join(part.split()).split(" ") for part in text.split(".") if part]
+    """Return the words of each sentence; a sentence of spaces has one empty word."""
+    return [" ".join(sentence.split()).split(" ") for sentence in text.split(".") if sentence]
 
 
 def _common(first: Sequence[str], second: Sequence[str]) -> Iterable[str]:
-    """Yield the words of a longest common subsequence, from its end; of several, the one that ends last in `first`."""
+    """Yield the words of a longest common subsequence from its end; of several, the one that ends last in `first`."""
     lengths = [[0] * (len(second) + 1) for _ in range(len(first) + 1)]
     for i, word in enumerate(first):
-        for j, other in enumerate(second):
-            lengths[i + 1][j + 1] = lengths[i][j] + 1 if word == other else max(lengths[i][j + 1], lengths[i + 1][j])
+        for j, second_word in enumerate(second):
+            lengths[i + 1][j + 1] = (
+                lengths[i][j] + 1 if word == second_word else max(lengths[i][j + 1], lengths[i + 1][j])
+            )
     i, j = len(first), len(second)
     while i and j:
         if first[i - 1] == second[j - 1]:

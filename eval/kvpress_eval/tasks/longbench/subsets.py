@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The subsets of LongBench: what each asks, how long the answer may be, and how it is scored.
+"""Subsets of LongBench: prompts, lengths of answers, and metrics.
 
-The wording is ours; `wording.py` puts the published one in its place where the user has it.
+The wording is ours; `wording.py` replaces it by the published wording if the user has its file.
 """
 
 from __future__ import annotations
@@ -17,38 +17,40 @@ CONTEXT = "{context}"
 
 @dataclass(frozen=True)
 class Form:
-    """How a subset asks and scores.
-
-    `chat` puts the prompt into the model's chat template; few-shot and code prompts are continued as they are. `first_line`
-    scores no more than the first line of an answer. `wording` says whose the template is.
-    """
+    """Prompt and metric of a subset."""
 
     template: str
+    """Prompt with fields in braces, `{context}` among them."""
     metric: Callable[..., float]
+    """Scores a text against one answer."""
     max_new_tokens: int
+    """Maximum tokens of an answer."""
     chat: bool = True
+    """Put the prompt into the model's chat template; few-shot and code prompts are continued without it."""
     first_line: bool = False
+    """Score only the first line of an answer."""
     wording: str = "kvpress"
+    """Origin of the template."""
 
     @property
     def before(self) -> str:
-        """What stands before the context."""
+        """Prompt before the context."""
         return self.template.partition(CONTEXT)[0].format()
 
     @property
     def after(self) -> str:
-        """What follows the context, with the names of the fields it takes."""
+        """Prompt after the context, with its fields in braces."""
         return self.template.partition(CONTEXT)[2]
 
     @property
     def needs_jieba(self) -> bool:
-        """Whether the metric separates Chinese words."""
+        """Whether the metric needs jieba, which separates Chinese words."""
         return self.metric in (metrics.f1_chinese, metrics.rouge_l_chinese)
 
 
-def _ask(task: str, heading: str, asked: str) -> str:
-    """Return a template that says the task before the context, and again after it."""
-    return f"{task}\n\n{heading}\n{CONTEXT}\n\n{task}\n\n{asked}"
+def _ask(task: str, heading: str, question: str) -> str:
+    """Return a template with the task before the context and again after it."""
+    return f"{task}\n\n{heading}\n{CONTEXT}\n\n{task}\n\n{question}"
 
 
 _QUESTION = "Question: {input}\nAnswer:"
@@ -233,12 +235,12 @@ CATEGORIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "code": ("lcc", "repobench-p"),
     },
 }
-"""The tables of the paper: code counts in both languages."""
+"""Categories in the tables of the paper, by language; code counts in both languages."""
 
 
 def averages(scores: Mapping[str, float | None]) -> dict[str, float | None]:
-    """Return the average of each category that ran in full, and of the categories of a language if all of them did."""
-    found: dict[str, float | None] = {}
+    """Return the average of each category with all subsets, and of each language with all categories."""
+    results: dict[str, float | None] = {}
     for language, categories in CATEGORIES.items():
         means = {}
         for category, subsets in categories.items():
@@ -246,9 +248,9 @@ def averages(scores: Mapping[str, float | None]) -> dict[str, float | None]:
             if all(name in scores for name in names):
                 means[f"longbench {language} {category}"] = _mean([scores[name] for name in names])
         if len(means) == len(categories):
-            found[f"longbench {language}"] = _mean(list(means.values()))
-        found |= means
-    return found
+            results[f"longbench {language}"] = _mean(list(means.values()))
+        results |= means
+    return results
 
 
 def _mean(values: list[float | None]) -> float | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The published wording of the prompts, used instead of ours where its file lies beside the data."""
+"""Published wording of the prompts, which replaces ours if its file is in the data folder."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ from kvpress_eval.tasks.longbench.subsets import CHOICE, CONTEXT, Form
 VERSION_1_FILE = "dataset2prompt.json"
 VERSION_2_FILE = "longbench-v2-prompt.txt"
 VERSION_2_MARKS = {"context": "$DOC$", "question": "$Q$", "A": "$C_A$", "B": "$C_B$", "C": "$C_C$", "D": "$C_D$"}
-"""What the file of version 2 has in the place of our fields."""
+"""Placeholders of version 2's file for our fields."""
 
 
 def published_wording(form: Form, subset: str, folder: Path | None) -> Form:
-    """Return the form with the published template of a subset, or as it is if the folder has none."""
+    """Return the form with the published template of a subset; unchanged if the folder has no template.
+
+    Raises:
+        DataError: the template cannot be read, or has other fields.
+    """
     if folder is None:
         return form
     path = folder / (VERSION_2_FILE if form is CHOICE else VERSION_1_FILE)
@@ -61,22 +65,22 @@ def _version_2(raw: bytes, path: Path) -> str:
 
 
 def _check(template: str, fields: list[str], marks: Mapping[str, str], where: str) -> None:
-    """Raise a DataError unless the template takes the fields of ours, each once and in the same order."""
+    """Raise a DataError unless the template has our fields, each once and in the same order."""
     try:
-        found = [name for part in template.partition(CONTEXT) for name in _fields(part)]
+        names = [name for text in template.partition(CONTEXT) for name in _fields(text)]
     except ValueError as error:
         raise DataError(f"{where}: not a template ({error})") from error
-    if found == fields:
+    if names == fields:
         return
     needed = f"it takes {', '.join(marks[name] for name in fields)}, each once and in this order"
-    missing = [marks[name] for name in fields if name not in found]
+    missing = [marks[name] for name in fields if name not in names]
     if missing:
         raise DataError(f"{where}: the template lacks {', '.join(missing)}; {needed}")
     raise DataError(
-        f"{where}: the template has {', '.join(marks.get(name, f'{{{name}}}') for name in found)}; {needed}"
+        f"{where}: the template has {', '.join(marks.get(name, f'{{{name}}}') for name in names)}; {needed}"
     )
 
 
 def _fields(template: str) -> list[str]:
-    """Return the names in braces, with the format of those that have one, which ours never do."""
+    """Return the field names in braces; a format specification, which ours never have, is appended to its name."""
     return ["".join(filter(None, field)) for _, *field in Formatter().parse(template) if field[0] is not None]

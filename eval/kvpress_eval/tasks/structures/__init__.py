@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The structures of generated tasks: a module here offers its tasks as `TASKS`."""
+"""Structures of generated tasks; every module registers its tasks in `TASKS`."""

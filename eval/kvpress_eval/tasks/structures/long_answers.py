@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long answers that follow from the context line by line, for what a press does while they are generated.
+"""Long answers with one line per fact, which measure a press during decoding.
 
-After LongGenBench (Wu et al., 2024, arXiv:2409.02076), whose answers have a place for each of many instructions. There a
-model judges each place; here each has one right text.
+After LongGenBench (Wu et al., 2024, arXiv:2409.02076), whose answers have a part for each of many instructions. There a model
+judges each part; here each line has one right value.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from kvpress_eval.tasks.sample import Query, Spans
 from kvpress_eval.tasks.scene import Scene, Task
 
 _FEWEST, _MOST, _ROOM = 4, 64, 1536
-"""Lines of an answer, and the tokens that the most lines need."""
+"""Minimum and maximum lines of an answer, and the tokens that the maximum needs."""
 
 
 def long_answer(scene: Scene) -> tuple[str, Spans, Query]:
-    """Facts about many things, anywhere; the question lists the things, and wants a numbered line for each."""
+    """Build a context with facts about many things; the question lists the things, and the answer has a numbered line each."""
     language, rng = scene.language, scene.rng
     attribute = rng.choice(language.countable_attributes)
     facts = [Fact(attribute, key, language.draw_value(rng)) for key in language.draw_keys(rng, _MOST)]
@@ -34,7 +34,7 @@ def long_answer(scene: Scene) -> tuple[str, Spans, Query]:
 
 
 def lines_right(text: str, answers: Sequence[str]) -> float:
-    """Return the share of numbered lines that hold the right value; of several lines with one number the first counts."""
+    """Return the share of numbered lines with the right value; of several lines with the same number the first counts."""
     lines: dict[int, str] = {}
     for line in text.splitlines():
         numbered = re.match(r"\W*(\d{1,4})\b(.*)", line)

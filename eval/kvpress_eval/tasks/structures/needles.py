@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Needles in a haystack: facts hidden among filler, some of them asked for."""
+"""Needles in a haystack: facts among filler; the question refers to some of them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,23 @@ from kvpress_eval.tasks.scene import Scene, Task
 
 @dataclass(frozen=True)
 class Needles:
-    """Facts about `keys` different things, each with `values` values; the question asks for all values of the first ones.
-
-    `haystack` is what surrounds them: the filler of the run, always a refrain, or needles like those asked for.
-    """
+    """Facts about different things; the answer is all values of the first ones."""
 
     keys: int = 1
+    """Number of things."""
     asked: int = 1
+    """Number of things in the question."""
     values: int = 1
+    """Values per thing."""
     key: Literal["words", "uuids"] = "words"
+    """Form of a thing."""
     value: Literal["numbers", "uuids"] = "numbers"
+    """Form of a value."""
     haystack: Literal["filler", "repeat", "needles"] = "filler"
+    """Text around the facts: the filler of the run, a refrain, or further needles."""
 
     def __call__(self, scene: Scene) -> tuple[str, Spans, Query]:
-        """Build a context; a short one holds fewer of the facts that are not asked for."""
+        """Build a context; a short one has fewer distractors."""
         groups = [self._group(scene, key) for key in self._draw_keys(scene, self.keys)]
         chains = [[scene.language.state(fact) for fact in group] for group in groups]
         room = scene.capacity(chains[0][0], self.asked * self.values, self.keys * self.values) // self.values
@@ -40,7 +43,7 @@ class Needles:
         return context, spans, scene.language.ask_facts([group[0] for group in groups[: self.asked]])
 
     def _group(self, scene: Scene, key: str) -> list[Fact]:
-        """Return the facts about one key: the same attribute with several values."""
+        """Return the facts about one key: one attribute with several values."""
         language = scene.language
         attribute = scene.rng.choice(language.countable_attributes if self.values > 1 else language.attributes)
         return [Fact(attribute, key, self._draw_value(scene)) for _ in range(self.values)]
@@ -52,10 +55,10 @@ class Needles:
             return self._others(scene, {group[0].key for group in groups})
         return None
 
-    def _others(self, scene: Scene, taken: set[str]) -> Iterator[str]:
+    def _others(self, scene: Scene, used: set[str]) -> Iterator[str]:
         while True:
             (key,) = self._draw_keys(scene, 1)
-            if key not in taken:
+            if key not in used:
                 for fact in self._group(scene, key):
                     yield scene.language.state(fact)
 
@@ -69,7 +72,7 @@ class Needles:
 
 
 def draw_uuid(rng: random.Random) -> str:
-    """Return a random uuid: 36 characters that no model can guess from its parts."""
+    """Return a random UUID: 36 characters, of which no part gives away another."""
     return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
 

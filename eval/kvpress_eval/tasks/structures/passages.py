@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions about one passage among others, as SQuAD and HotpotQA have them."""
+"""Questions about one passage among others, from SQuAD and HotpotQA."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from kvpress_eval.tasks.scene import SHORT, Scene, Task
 
 
 def answer_question(scene: Scene) -> tuple[str, Spans, Query]:
-    """The passages that answer a question among others, the ones most like them first; samples differ in the question."""
+    """Build a context of passages with the answer, similar passages and others; each sample has another question."""
     if scene.questions is None:
         raise ValueError("this task needs questions")
     language, room = scene.prose, scene.length - scene.total("")
     for question in scene.questions.shuffled(scene.seed, scene.index):
-        asked = [language.passage(text) for text in question.passages]
-        if sum(map(scene.cost, asked)) <= room:
+        targets = [language.passage(text) for text in question.passages]
+        if sum(map(scene.cost, targets)) <= room:
             break
-    near, left = [], (room - sum(map(scene.cost, asked))) // 2
+    similar, room_for_similar = [], (room - sum(map(scene.cost, targets))) // 2
     for text in scene.rng.sample(question.near, len(question.near)):
-        left -= scene.cost(language.passage(text))
-        if left < 0:
+        room_for_similar -= scene.cost(language.passage(text))
+        if room_for_similar < 0:
             break
-        near.append(language.passage(text))
-    own = {*question.passages, *question.near}
-    others = [text for text in scene.questions.passages if text not in own]
+        similar.append(language.passage(text))
+    of_question = {*question.passages, *question.near}
+    others = [text for text in scene.questions.passages if text not in of_question]
     scene.rng.shuffle(others)
     filler = map(language.passage, cycle(others))
-    context, spans = scene.weave([[text] for text in asked], [[text] for text in near], filler)
+    context, spans = scene.weave([[text] for text in targets], [[text] for text in similar], filler)
     return context, spans, language.ask_question(question.text, question.answers)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One of many alike: a pass key in a refrain, and the entry of a dictionary."""
+"""Retrieval of one item: a pass key in a refrain, and an entry of a dictionary."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FEWEST = 2
 
 
 def passkey(scene: Scene) -> tuple[str, Spans, Query]:
-    """A number of five digits in a refrain (Mohtashami and Jaggi, 2023, arXiv:2305.16300)."""
+    """Build a refrain with a number of five digits (Mohtashami and Jaggi, 2023, arXiv:2305.16300)."""
     value = str(scene.rng.randrange(10_000, 100_000))
     refrain = REPEAT.sentences(scene.language, scene.rng)
     context, spans = scene.weave([[scene.prose.tell_passkey(value)]], filler=refrain)
@@ -22,21 +22,21 @@ def passkey(scene: Scene) -> tuple[str, Spans, Query]:
 
 
 def key_value(scene: Scene) -> tuple[str, Spans, Query]:
-    """A JSON dictionary of uuids; the question asks for the value of one key (Liu et al., 2023, arXiv:2307.03172)."""
+    """Build a JSON dictionary of UUIDs; the answer is the value of one key (Liu et al., 2023, arXiv:2307.03172)."""
     key, value = draw_uuid(scene.rng), draw_uuid(scene.rng)
     seed = scene.rng.getrandbits(64)
     at = scene.rng.random() if scene.depth is None else scene.depth
-    asked = _entry(key, value)
+    target = _entry(key, value)
 
     def write(count: int) -> str:
         rng = random.Random(seed)  # noqa: S311  # reproducible, not secret
         entries = [_entry(draw_uuid(rng), draw_uuid(rng)) for _ in range(count - 1)]
-        entries.insert(round(at * (count - 1)), asked)
+        entries.insert(round(at * (count - 1)), target)
         return scene.prose.dictionary("{" + ",\n ".join(entries) + "}")
 
     context = scene.fit(write, _FEWEST)
-    start = context.index(asked)
-    return context, ((start, start + len(asked)),), scene.prose.ask_entry(key, value)
+    start = context.index(target)
+    return context, ((start, start + len(target)),), scene.prose.ask_entry(key, value)
 
 
 def _entry(key: str, value: str) -> str:

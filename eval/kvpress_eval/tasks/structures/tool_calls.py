@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tool calls: an argument that is wrong in one character makes the call wrong, as a cache in few bits is reported to do."""
+"""Tool calls: one wrong character in an argument makes the call wrong, which low-bit caches are reported to cause."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _VERBS = ("book", "cancel", "renew", "ship", "archive", "audit", "refund", "insp
 _NOUNS = ("flight", "parcel", "invoice", "licence", "sensor", "meeting", "contract", "backup")
 _FEWEST, _MOST = 2, 16
 _MOST_TEXT = 20_000
-"""Characters of an answer that is read as JSON."""
+"""Maximum characters of an answer that is parsed as JSON."""
 
 
 def tool_call(scene: Scene) -> tuple[str, Spans, Query]:
-    """Descriptions of tools and records; the question asks for the call of one tool with all values of one record.
+    """Build descriptions of tools and records; the answer is a call of one tool with all values of one record.
 
-    An identifier, a number with decimals, a flag and a list have to be copied exactly, each as the type that it has.
+    An identifier, a number with decimals, a flag and a list must be copied exactly and with their types.
     """
     rng, prose = scene.rng, scene.prose
     names = [f"{verb}_{noun}" for verb in _VERBS for noun in _NOUNS]
@@ -56,22 +56,22 @@ def _record(rng: random.Random) -> dict[str, Any]:
 
 
 def same_call(text: str, answers: Sequence[str]) -> float:
-    """Return 1 if the first JSON object of the text is the call, key by key, value by value and type by type.
+    """Return 1 if the first JSON object of the text has the keys, values and types of the call.
 
-    What stands around it, such as a fence or a sentence, does not count; the order of keys does not either.
+    The order of keys is ignored, and so is text around the object, such as a fence or a sentence.
     """
     start = text.find("{")
     if start < 0 or len(text) > _MOST_TEXT:
         return 0.0
     try:
-        said, _ = json.JSONDecoder().raw_decode(text[start:])
+        call, _ = json.JSONDecoder().raw_decode(text[start:])
     except (ValueError, RecursionError):
         return 0.0
-    return float(_canonical(said) == _canonical(json.loads(answers[0])))
+    return float(_canonical(call) == _canonical(json.loads(answers[0])))
 
 
 def _canonical(value: Any) -> str:
-    """Return JSON text that tells 1 from true and from 1.0, which Python's equality does not."""
+    """Return JSON text with sorted keys, in which 1, true and 1.0 differ, although they are equal in Python."""
     return json.dumps(value, sort_keys=True)
 
 

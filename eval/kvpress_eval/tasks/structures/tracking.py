@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Variable tracking: chains of assignments, one of which has to be followed."""
+"""Variable tracking: follow one of several chains of assignments."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from kvpress_eval.tasks.scene import LONG, Scene, Task
 
 @dataclass(frozen=True)
 class VariableTracking:
-    """Chains of a value and some hops from variable to variable; the question is about the first chain."""
+    """Chains of assignments from variable to variable; the question is about the first chain."""
 
     chains: int = 1
+    """Number of chains."""
     hops: int = 4
+    """Assignments of a chain after its value."""
 
     def __call__(self, scene: Scene) -> tuple[str, Spans, Query]:
         """Build a context."""
