@@ -4,9 +4,9 @@
     python benchmarks/codecs.py [--samples 4] [--texts 4] [--tokens 128] [--out benchmarks/results/codecs.json] [--figures docs]
     python benchmarks/codecs.py --methods turboquant block_gtq --out some.json [...]
 
-A codec is placed by the bytes that it holds once the context was read, windows, scales and books included. The dense tail is
-32 to 95 tokens for every codec, and scales belong to 64 channels or tokens, the head dim of the model, where a codec has a
-choice. Every codec of the registry is in the list, which a test asserts.
+A codec is placed by the bytes that it holds after the context was read, windows, scales and codebooks included. The dense tail
+is 32 to 95 tokens for every codec, and scales belong to 64 channels or tokens, the head dim of the model, where a codec has a
+choice. A test asserts that every codec of the registry is in the list.
 """
 
 from __future__ import annotations
