@@ -139,7 +139,7 @@ def specs(only: Sequence[str] = ()) -> list[str]:
     every_spec = ["none", *evicting, *(press.format(cut) for press in THRESHOLDS for cut in CUTS), *reading]
     for name in only:
         if not any(spec.startswith(name) for spec in every_spec):
-            raise SystemExit(f"--only {name}: no press of this benchmark begins so")
+            raise SystemExit(f"--only {name}: no press of this benchmark begins with it")
     return [spec for spec in every_spec if not only or spec.startswith(tuple(only))]
 
 
@@ -229,11 +229,11 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=12)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--table", type=Path, help="a file whose part between two marks is replaced")
+    parser.add_argument("--table", type=Path, help="page in which the tables between two marks are replaced")
     parser.add_argument("--runs", type=Path, default=Path("runs/accuracy"))
     parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
     parser.add_argument(
-        "--only", nargs="+", default=[], help="beginnings of specs; needs --out, the file of the others"
+        "--only", nargs="+", default=[], help="first characters of specs; needs --out, the file with the other rows"
     )
     options = parser.parse_args()
     before = {}

@@ -46,10 +46,12 @@ METHODS: dict[str, list[str]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=4, help="of each task and length")
-    parser.add_argument("--texts", type=int, default=4, help="whose next tokens are compared")
-    parser.add_argument("--tokens", type=int, default=128, help="that are fed behind the context of each text")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=[], help="these alone, without a figure")
+    parser.add_argument("--samples", type=int, default=4, help="samples of each task and length")
+    parser.add_argument("--texts", type=int, default=4, help="texts whose next tokens are compared")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens that are read after the context of each text")
+    parser.add_argument(
+        "--methods", nargs="+", choices=METHODS, default=[], help="only these methods, without a figure"
+    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/codecs.json"))
     parser.add_argument("--figures", type=Path, default=Path("docs"), help="folder of the PNG")
     parser.add_argument("--runs", type=Path, default=Path("runs/codecs"), help="folder of finished cells")

@@ -104,7 +104,7 @@ class Context:
         chosen.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
         context = self.model and lib.llama_init_from_model(self.model, chosen)
         if not context:
-            raise RuntimeError(f"llama.cpp takes no cache of {size} tokens in {kind}")
+            raise RuntimeError(f"llama.cpp refuses a cache of {size} tokens in {kind}")
         self.context = context
         self.vocabulary = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self.model))
 
@@ -137,7 +137,7 @@ class Context:
         at += 8 + 12 * cells
         turned, layers = struct.unpack_from("<II", saved, at)
         if (streams, cells, layers) != (1, PROBED, LAYERS):
-            raise RuntimeError(f"llama.cpp saves sequences in another layout: {streams}, {cells}, {layers}")
+            raise RuntimeError(f"llama.cpp saves sequences in an unknown layout: {streams}, {cells}, {layers}")
         parts.append(saved[at : at + 8])
         at += 8
         size = 0
@@ -154,12 +154,14 @@ class Context:
                     head = 12
                 data = gguf.quants.quantize(rows, self.kind).tobytes()
                 if kind != self.kind or len(data) != tokens * row_bytes:
-                    raise RuntimeError(f"llama.cpp saves pairs in another layout: type {kind}, {row_bytes} bytes a row")
+                    raise RuntimeError(
+                        f"llama.cpp saves pairs in an unknown layout: type {kind}, {row_bytes} bytes a row"
+                    )
                 parts += [saved[at : at + head], data]
                 at += head + row_bytes * cells
                 size += len(data)
         if at != len(saved):
-            raise RuntimeError(f"llama.cpp saves sequences in another layout: {len(saved) - at} bytes are left")
+            raise RuntimeError(f"llama.cpp saves sequences in an unknown layout: {len(saved) - at} bytes remain")
         self.clear()
         state = b"".join(parts)
         buffer = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)

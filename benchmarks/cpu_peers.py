@@ -262,7 +262,7 @@ def settings_of(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", default="8192,32768", help="lengths, multiples of 32")
     parser.add_argument("--levels", default="all", help="instruction-set levels of ours, such as avx2,avx512")
     parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--only", help="contenders by name, with commas between them; all by default")
+    parser.add_argument("--only", help="names of contenders, separated by commas; all by default")
     parser.add_argument("--rounds", type=int, default=6, help="turns of each contender; a third as many for the model")
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of the prompt that is read twice; 0 for none")
     parser.add_argument("--threads", type=int, default=1)
@@ -278,7 +278,7 @@ def settings_of(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"--tokens must be multiples of 32, from 32, got {wrong[0]}")
     options.tokens = [int(text) for text in lengths]
     if unknown := [part for part in options.parts if part not in PARTS]:
-        parser.error(f"--parts must be of {', '.join(PARTS)}, got {unknown[0]}")
+        parser.error(f"--parts must be some of {', '.join(PARTS)}, got {unknown[0]}")
     for name, minimum in (("rounds", 1), ("threads", 1), ("prompt", 0)):
         if getattr(options, name) < minimum:
             parser.error(f"--{name} must be at least {minimum}, got {getattr(options, name)}")

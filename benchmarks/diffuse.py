@@ -78,18 +78,18 @@ def check(row: dict[str, Any], args: argparse.Namespace) -> None:
     counts = (row["forwards"], row["full_forwards"], row["fed_tokens"])
     if counts != (passes, full_passes, fed * args.batch):
         raise ValueError(
-            f"{row['way']}: took {counts} passes, whole ones and tokens, not {(passes, full_passes, fed * args.batch)}"
+            f"{row['way']}: took {counts} passes, full passes and tokens instead of {(passes, full_passes, fed * args.batch)}"
         )
 
 
 def main() -> None:
     """Print a line for each way of reading."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="such as reference; a random Llama by default")
+    parser.add_argument("--model", help="model, such as reference; a random Llama by default")
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--block", type=int, default=32)
-    parser.add_argument("--steps", type=int, help="of a block; one token a step by default")
+    parser.add_argument("--steps", type=int, help="steps of a block; one token per step by default")
     parser.add_argument("--threshold", type=float)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--layers", type=int, default=8)

@@ -373,7 +373,7 @@ def page(rows: Sequence[Row]) -> str:
 def main() -> None:
     """Try the types and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--types", help="comma-separated; all by default")
+    parser.add_argument("--types", help="types, separated by commas; all by default")
     parser.add_argument("--out", type=Path, help="Markdown page to write")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -156,10 +156,10 @@ def to_markdown(record: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--presses", nargs="+", default=PRESSES)
-    parser.add_argument("--samples", type=int, default=10, help="of each task")
+    parser.add_argument("--samples", type=int, default=10, help="samples of each task")
     parser.add_argument("--texts", type=int, default=6)
     parser.add_argument("--length", type=int, default=LENGTH, help="tokens of a context")
-    parser.add_argument("--tokens", type=int, default=TOKENS, help="tokens that follow, for fidelity")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="tokens after the context, for fidelity")
     parser.add_argument("--runs", type=Path, default=Path("runs/fidelity"))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/fidelity.json"))
     options = parser.parse_args()

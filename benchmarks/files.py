@@ -37,7 +37,7 @@ def first_token(model: Any, press: Any, make: Callable[[], Any]) -> tuple[float,
 def main() -> None:
     """Print a line for each press, and write all as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="such as reference; a random one by default")
+    parser.add_argument("--model", help="model, such as reference; a random Llama by default")
     parser.add_argument("--length", type=int, default=32768)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=1024)

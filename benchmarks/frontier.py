@@ -177,7 +177,9 @@ def joined(files: Sequence[Path]) -> dict[str, Any]:
     """
     studies = [json.loads(file.read_text())[0] for file in files]
     if len({(study["length"], json.dumps(study["full"]["tasks"])) for study in studies}) > 1:
-        raise ValueError(f"{', '.join(map(str, files))} are not of one length and one model: nothing can be compared")
+        raise ValueError(
+            f"{', '.join(map(str, files))} do not have the same length and model, so they cannot be compared"
+        )
     newest = sorted(studies, key=itemgetter("date"))
     rows = {row["press"]: row for study in newest for row in study["rows"]}
     return {
@@ -221,19 +223,23 @@ def draw(study: dict[str, Any], figure: Figure) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--every", action="store_true", help="all evicting presses that need no file of their own")
+    parser.add_argument(
+        "--every", action="store_true", help="all evicting presses that need no file made for the model"
+    )
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="FAMILY", help='such as frontier, "frontier per pair", keydiff'
     )
-    parser.add_argument("--model", default="reference", help="or the folder of another one that knows its tasks")
-    parser.add_argument("--samples", type=int, default=48, help="of each task and length")
+    parser.add_argument(
+        "--model", default="reference", help="reference, or the folder of another model that solves its tasks"
+    )
+    parser.add_argument("--samples", type=int, default=48, help="samples of each task and length")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024])
     parser.add_argument("--smaller", type=int, nargs="+", default=[10, 20, 50])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/frontier.json"))
     parser.add_argument("--figure", type=Path, default=Path("docs/frontier_sizes.png"))
     parser.add_argument("--runs", type=Path, default=Path("runs/frontier"), help="folder of finished cells")
     parser.add_argument(
-        "--draw", type=Path, nargs="+", metavar="RESULTS", help="draw these in one figure, and measure nothing"
+        "--draw", type=Path, nargs="+", metavar="RESULTS", help="draw these results in one figure, and measure nothing"
     )
     options = parser.parse_args()
     if options.draw:

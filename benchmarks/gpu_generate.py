@@ -377,7 +377,9 @@ def contexts_of(text: str) -> tuple[int, ...]:
 
 def main() -> None:
     parser = part_arguments(__doc__)
-    parser.add_argument("--contexts", type=contexts_of, help="the first has all measurements, later ones a few")
+    parser.add_argument(
+        "--contexts", type=contexts_of, help="lengths of prompts; the first has all measurements, later ones a few"
+    )
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--skip", type=lambda names: names.split(","), default=[], help="presses that are not measured")
     options = parser.parse_args()

@@ -121,7 +121,7 @@ def part_arguments(description: str | None) -> argparse.ArgumentParser:
     """Return a parser of the arguments that every part takes."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--small", action="store_true", help="tiny sizes, to exercise the logic")
+    parser.add_argument("--small", action="store_true", help="tiny sizes, as a test")
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--done", type=Path, help="file with the names of rows that are not run again")
     return parser

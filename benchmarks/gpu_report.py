@@ -100,8 +100,13 @@ def arguments(description: str | None, seconds: float) -> argparse.Namespace:
     """Parse the arguments of a script that measures on a GPU; fail without a GPU."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the results")
-    parser.add_argument("--seconds", type=float, default=seconds, help="when it ends; the rest is skipped by name")
-    parser.add_argument("--dry-run", action="store_true", help="everything on the CPU with tiny sizes")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=seconds,
+        help="time limit; rows for which no time is left are reported as skipped",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="run everything on the CPU with tiny sizes")
     options = parser.parse_args()
     if not options.dry_run and not torch.cuda.is_available():
         sys.exit("no GPU here; --dry-run exercises everything but the GPU")

@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--press", action="append", default=None)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--folder", help="keep what was read here, for further runs")
+    parser.add_argument("--folder", help="folder in which the caches are kept for further runs")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     args.press = args.press or ["none", "kivi:bits=4", "frontier:smaller=10"]

@@ -76,7 +76,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     tasks = parser.add_subparsers(dest="task", required=True)
     tasks.add_parser("train")
-    tasks.add_parser("compare").add_argument("share", type=float, help="of the heads that stream")
+    tasks.add_parser("compare").add_argument("share", type=float, help="share of the heads that stream")
     options = parser.parse_args()
     torch.set_num_threads(1)
     loaded, words = kvpress.load_model("reference", dtype=torch.float32)

@@ -467,7 +467,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--chips", type=int, nargs="+", default=list(CHIPS))
     parser.add_argument(
-        "--only", default="", help="variants whose name contains this; others stay in the file as they are"
+        "--only", default="", help="variants whose name contains this; the other variants of the file are kept"
     )
     arguments = parser.parse_args()
     names = ("regs", "spills", "shared", "instr", "/byte", "copy128", "copy", "load128", "load")
@@ -484,7 +484,9 @@ def main() -> None:
         if arguments.only and arguments.out.is_file():
             before = json.loads(arguments.out.read_text())
             if before["triton"] != triton.__version__:
-                parser.error(f"{arguments.out} was made with triton {before['triton']}: make all of it again")
+                parser.error(
+                    f"{arguments.out} was made with triton {before['triton']}: remove --only to make the whole table again"
+                )
             names_now = {variant.name for variant in variants()}
             results = {name: chips for name, chips in before["variants"].items() if name in names_now} | results
         record = {"triton": triton.__version__, "variants": results}

@@ -141,7 +141,7 @@ def pretrained(folder: str, prompt: int = 1024, steps: int = 64) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="folder of a Llama with heads of 64 channels; the reference model without it")
+    parser.add_argument("--model", help="folder of a Llama with heads of 64 channels; the reference model by default")
     folder = parser.parse_args().model
     if folder is not None:
         pretrained(folder)

@@ -29,7 +29,7 @@ def levels_of(text: str | None) -> tuple[str, ...]:
     supported = build.supported_levels()
     named = supported if text == "all" else (text or build.best_level()).split(",")
     if lacking := [level for level in named if level not in supported]:
-        raise ValueError(f"no level {lacking[0]!r} on this processor; use all, or of {', '.join(supported)}")
+        raise ValueError(f"no level {lacking[0]!r} on this processor; use all, or some of {', '.join(supported)}")
     return tuple(level for level in supported if level in named)
 
 

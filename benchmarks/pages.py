@@ -14,5 +14,5 @@ def put(page: Path, name: str, text: str) -> None:
     before, _, remainder = page.read_text().partition(begin)
     _, end_mark, after = remainder.partition(end)
     if not end_mark:
-        raise ValueError(f"{page.name} must hold {begin} and, behind it, {end}")
+        raise ValueError(f"{page.name} must have the mark {begin}, followed by {end}")
     page.write_text(f"{before}{begin}\n{text.strip()}\n{end}{after}")

@@ -288,11 +288,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--runs", type=Path, default=Path("runs/patterns"))
     parser.add_argument(
-        "--answers", nargs="+", metavar="SPEC", help="measure the answers under these alone; --out keeps all other rows"
+        "--answers",
+        nargs="+",
+        metavar="SPEC",
+        help="measure only the answers under these presses; --out keeps all other rows",
     )
-    parser.add_argument(
-        "--out", type=Path, help="write figures here, tables into docs/prefill.md, and the picture beside it"
-    )
+    parser.add_argument("--out", type=Path, help="write figures here, and tables and the picture into docs")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.answers:

@@ -208,8 +208,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--table", type=Path, help="a page of docs whose table is written anew from --out")
-    parser.add_argument("--only", nargs="+", metavar="SPEC", help="measure these; --out keeps the rows of the others")
+    parser.add_argument("--table", type=Path, help="page of docs whose table is rewritten from --out")
+    parser.add_argument(
+        "--only", nargs="+", metavar="SPEC", help="measure only these presses; --out keeps the rows of the others"
+    )
     parser.add_argument("--press", help=argparse.SUPPRESS)
     parser.add_argument("--learn", help=argparse.SUPPRESS)
     options = parser.parse_args()

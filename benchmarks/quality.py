@@ -227,9 +227,15 @@ def about(result: RunResult) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--composition", action="store_true", help="the second study instead of the first")
-    parser.add_argument("--samples", type=int, default=50, help="of each task and length")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048], help="the second study takes the last")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it works")
+    parser.add_argument("--samples", type=int, default=50, help="samples of each task and length")
+    parser.add_argument(
+        "--lengths",
+        type=int,
+        nargs="+",
+        default=[1024, 2048],
+        help="lengths of contexts; the second study uses the last",
+    )
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, as a test")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/quality.json"))
     parser.add_argument("--figures", type=Path, default=Path("docs"), help="folder of the PNG")
     parser.add_argument("--runs", type=Path, default=Path("runs/quality"), help="folder of finished cells")

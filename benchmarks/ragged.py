@@ -50,7 +50,7 @@ def seconds(queries: Tensor, part: Segment) -> float:
 def main() -> None:
     """Print a line for each storage and skew, and write all as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=2**18, help="of all heads together")
+    parser.add_argument("--pairs", type=int, default=2**18, help="pairs of all heads together")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--out", type=Path)

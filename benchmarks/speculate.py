@@ -129,16 +129,16 @@ def measured(
 def main(arguments: list[str] | None = None) -> None:
     """Print a line for every draft, and write all as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--random", action="store_true", help="a random model in the place of the reference model")
+    parser.add_argument("--random", action="store_true", help="a random model instead of the reference model")
     parser.add_argument("--length", type=int, default=900)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--press", default="none", help="what the model itself reads under")
+    parser.add_argument("--press", default="none", help="press of the model itself")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--proposed", type=int, default=4, help="tokens of the draft in every round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--drafts", nargs="+", default=(), metavar="NAME", help="those to measure, such as snapkv:0.9; all"
+        "--drafts", nargs="+", default=(), metavar="NAME", help="drafts to measure, such as snapkv:0.9; all by default"
     )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path)

@@ -51,7 +51,9 @@ def forget(cache: Any) -> None:
                 if in_file(tensor) and libc.madvise(
                     ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(size), MADV_PAGEOUT
                 ):
-                    raise OSError(ctypes.get_errno(), "this system cannot be told to forget pages (MADV_PAGEOUT)")
+                    raise OSError(
+                        ctypes.get_errno(), "this system does not support MADV_PAGEOUT, which drops pages from memory"
+                    )
 
 
 @torch.no_grad()
@@ -100,7 +102,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--folder", help="where files are made; the folder for temporary files by default")
+    parser.add_argument("--folder", help="folder of the files; that for temporary files by default")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
