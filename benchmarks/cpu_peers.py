@@ -155,12 +155,12 @@ def verdicts(rows: list[Row]) -> list[Row]:
         comparisons.append({
             "part": part, "tokens": tokens, "bits": bits, "level": mine["level"], "ours_ms": mine["min_ms"],
             "peer": theirs["name"], "peer_ms": theirs["min_ms"], "ratio": ratio,
-            "empty_ms": [behind_nothing(row, rows) for row in (mine, theirs)],
+            "empty_ms": [empty_cache_ms(row, rows) for row in (mine, theirs)],
         })  # fmt: skip
     return comparisons
 
 
-def behind_nothing(row: Row, rows: list[Row]) -> float | None:
+def empty_cache_ms(row: Row, rows: list[Row]) -> float | None:
     """Return the time of the same runtime with an empty cache: everything that is not attention."""
     runtime = row["name"].split()[0]
     name = f"{'transformers' if runtime == 'quanto' else runtime} empty"

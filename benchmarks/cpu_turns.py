@@ -62,7 +62,7 @@ class Built:
     """Runs one decode step; returns the answer that is compared with the reference."""
     cache_bytes: int
     """Bytes of the cached tokens."""
-    around: Callable[[], AbstractContextManager[object]] = nullcontext
+    turn_context: Callable[[], AbstractContextManager[object]] = nullcontext
     """Context in which the steps of a turn run."""
     prefill: Callable[[], object] | None = None
     """Reads a prompt into a new cache."""
@@ -156,14 +156,14 @@ def serve(part: str, name: str, setting: Setting, say: Callable[..., None]) -> N
     answers = []
     for level in contender.levels(name, setting):
         _use(level)
-        with built.around():
+        with built.turn_context():
             answers.append(built.step().astype(float).ravel().tolist())
     say(answers=answers, cache_bytes=built.cache_bytes, prefills=built.prefill is not None)
     _forget_peak()
 
     def turn(level: str | None) -> float:
         _use(level)
-        with built.around():
+        with built.turn_context():
             for _ in range(module.WARM_STEPS):
                 built.step()
             streamed.sum()

@@ -62,10 +62,10 @@ class FailedError(Exception):
 
     def __init__(self, verdict: str, reason: Any) -> None:
         super().__init__(verdict, reason)
-        self.verdict, self.reason = verdict, _said(reason)
+        self.verdict, self.reason = verdict, _one_line(reason)
 
 
-def _said(reason: Any) -> str:
+def _one_line(reason: Any) -> str:
     """Return a reason as one short line."""
     if not isinstance(reason, BaseException):
         return str(reason)
@@ -378,7 +378,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    for kind in ("llama", "bert"):  # import once, before processes are forked, what many models import
+    for kind in ("llama", "bert"):  # import common modules once, before processes are forked
         verdict(kind)
     rows = []
     for kind in arguments.types.split(",") if arguments.types else tiny.TYPES:

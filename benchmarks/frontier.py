@@ -257,7 +257,7 @@ def main() -> None:
         sizes = Sizes(options.samples, (length,))
         result = measure_tasks(("none", *of), RunConfig().tasks, (length,), sizes, options.runs, options.model)
         full, *others = measured(result.cells)
-        by_press = {one.press: one for one in others}
+        by_press = {row.press: row for row in others}
         study = {
             **about(result),
             "command": shlex.join(["python", "benchmarks/frontier.py", *sys.argv[1:]]),

@@ -90,9 +90,9 @@ class Sizes:
 
     prompt: int
     """Tokens of the prompt."""
-    least: int
+    min_steps: int
     """Minimum number of steps."""
-    most: int
+    max_steps: int
     """Maximum number of steps."""
     hidden: int
     """Hidden size of the model."""
@@ -123,7 +123,7 @@ class Problem:
         )  # fmt: skip
         torch.manual_seed(0)
         self.model = LlamaForCausalLM(config).to(self.device, self.dtype).eval()
-        random, length = torch.Generator().manual_seed(1), self.sizes.prompt + self.sizes.most
+        random, length = torch.Generator().manual_seed(1), self.sizes.prompt + self.sizes.max_steps
         self.ids = torch.randint(3, 128, (2, length), generator=random).to(self.device)
         self.mask = torch.ones_like(self.ids)
         self.mask[1, : self.sizes.prompt // 4] = 0
@@ -183,13 +183,13 @@ class Run:
     def read(self, problem: Problem, cache: Any, steps: int | None, seals: bool) -> Iterator[int]:
         """Read `steps` tokens, or until pairs were sealed twice; yield the number of each before it is read."""
         sealed, count = sealed_pairs(cache), 0
-        for number in range(problem.sizes.most if steps is None else steps):
+        for number in range(problem.sizes.max_steps if steps is None else steps):
             yield number
             self.sealings.append(count)
             self.logits.append(problem.step(cache, number))
             before, sealed = sealed, sealed_pairs(cache)
             count += sealed > before
-            if steps is None and number + 1 >= problem.sizes.least and (count >= SEALINGS or not seals):
+            if steps is None and number + 1 >= problem.sizes.min_steps and (count >= SEALINGS or not seals):
                 break
         self.sealings.append(count)
 

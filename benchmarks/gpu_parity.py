@@ -34,7 +34,7 @@ LIMITS = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Largest errors: four roundings of a weight for products of 16 bits, another order of sums for float32."""
 
 CODED_LIMIT = LIMITS[torch.float16]
-"""Kernels on codes multiply in float16, whatever the dtype of the queries."""
+"""Kernels on codes multiply in float16, for queries of every dtype."""
 
 Results = Sequence[Tensor]
 Call = Callable[[], Results]
