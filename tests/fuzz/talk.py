@@ -53,7 +53,7 @@ class Turn:
     positions: list[list[list[Tensor]]]
     """Slots of the cache's pairs after the turn, by layer, row and head."""
     new: int
-    """Tokens that the turn began with."""
+    """New tokens that the turn read before it generated."""
     steps: int
     """Generated tokens."""
     evicts: bool
