@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each part of a small cache brings: the error of attention outputs at equal held bytes, on the reference model.
+"""Gain from each part of a small cache: error of attention outputs at equal held bytes, on the reference model.
 
     python -m benchmarks.ablation [--texts 8] [--length 1024] [--smaller 5 10 20 50] [--out benchmarks/results/ablation.json]
 
-Parts are added one after another: eviction alone, few bits, a sample, its weights, rotated codes, shares of layers, refit;
-beside them refit of eviction alone, and attention matching, alone and in the same codes. At every size a row keeps as many
-pairs as fit. Texts go on behind the context with questions about it, which no press has seen. The error of a layer is
-|o' - o| / |o| of its output o under the full cache, for the input that the layer has there; `kl` is the divergence of the
-next-token distributions of the running model. No time is measured.
+Parts are added one after another: eviction alone, few bits, a sample, its weights, rotated codes, shares of layers, refit. For
+comparison: refit of eviction alone, and attention matching, alone and in the same codes. At every size a row keeps as many
+pairs as fit. The context is followed by questions about it, which no press has seen. The error of a layer is |o' - o| / |o| of
+its output o under the full cache, for the input that the layer has there; `kl` is the divergence of the next-token
+distributions of the running model. No time is measured.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Unweighted(Sampling):
 
 
 def parts(engine: Engine, length: int, smaller: int) -> dict[str, str]:
-    """Return the press of every row at a size, by what it adds."""
+    """Return the press of every row at a size, keyed by the part that the row adds."""
     ids = torch.randint(5, engine.model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
     bits = BudgetedPress(kvpress.KnormPress(), smaller).room(None).bits(1)
     kivi = f" + kivi:bits={bits},group_size=32,residual_length=0"
@@ -105,13 +105,19 @@ def study(engine: Engine, config: RunConfig, sizes: list[int]) -> dict[str, Any]
     rows = []
     for smaller in sizes:
         for part, press in parts(engine, length, smaller).items():
-            found = comparison.fidelity(press).row()
-            kept, whole = held(engine, ids[:1, :length], press)
-            row = {"part": part, "smaller": smaller, "press": press, "smaller_by": whole / kept, "kl": found["kl_mean"]}
-            row |= {"error": found["isolated_error"], "error_by_layer": found["isolated_error_by_layer"]}
+            fidelity = comparison.fidelity(press).row()
+            kept, uncompressed = held(engine, ids[:1, :length], press)
+            row = {
+                "part": part,
+                "smaller": smaller,
+                "press": press,
+                "smaller_by": uncompressed / kept,
+                "kl": fidelity["kl_mean"],
+            }
+            row |= {"error": fidelity["isolated_error"], "error_by_layer": fidelity["isolated_error_by_layer"]}
             rows.append(row)
             print(f"{smaller}x {part}: error {row['error']:.3f}, KL {row['kl']:.3f}  {press}", flush=True)
-    return {"layers": found["layers"], "rows": rows}
+    return {"layers": fidelity["layers"], "rows": rows}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -127,30 +133,32 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def draw(made: dict[str, Any], figure: Figure) -> None:
-    """Draw the error against the size, and that of each layer at one size."""
-    left, right = figure.subplots(1, 2)
-    rows, sizes = made["rows"], made["smaller"]
+def draw(record: dict[str, Any], figure: Figure) -> None:
+    """Draw the error against the size, and the error of each layer at one size."""
+    error_axes, layer_axes = figure.subplots(1, 2)
+    rows, sizes = record["rows"], record["smaller"]
     middle = sizes[len(sizes) // 2]
     styles = zip(COLOURS + COLOURS, MARKERS + MARKERS, strict=True)
     for part, (colour, marker) in zip(dict.fromkeys(row["part"] for row in rows), styles, strict=False):
         mine = [row for row in rows if row["part"] == part]
         line = "-" if part in CHAIN else "--"
         look = {"color": colour, "marker": marker, "linestyle": line, "linewidth": 1.4, "markersize": 5}
-        left.plot([row["smaller_by"] for row in mine], [row["error"] for row in mine], label=part, **look)
+        error_axes.plot([row["smaller_by"] for row in mine], [row["error"] for row in mine], label=part, **look)
         (layers,) = (row["error_by_layer"] for row in mine if row["smaller"] == middle)
-        right.plot(made["layers"], layers, **look)
-    left.set_xscale("log")
-    left.set_xticks(sizes, [f"{size}x" for size in sizes])
-    left.minorticks_off()
-    left.set_xlabel("times smaller, all held bytes counted")
-    left.set_ylabel("error of the attention output, relative to the full cache")
-    right.set_xlabel(f"layer, at {middle}x")
-    right.set_xticks(made["layers"])
-    for axes in (left, right):
+        layer_axes.plot(record["layers"], layers, **look)
+    error_axes.set_xscale("log")
+    error_axes.set_xticks(sizes, [f"{size}x" for size in sizes])
+    error_axes.minorticks_off()
+    error_axes.set_xlabel("times smaller, all held bytes counted")
+    error_axes.set_ylabel("error of the attention output, relative to the full cache")
+    layer_axes.set_xlabel(f"layer, at {middle}x")
+    layer_axes.set_xticks(record["layers"])
+    for axes in (error_axes, layer_axes):
         axes.set_ylim(bottom=0)
         axes.grid(axis="y", linewidth=0.4)
-    figure.legend(*left.get_legend_handles_labels(), frameon=False, fontsize=8, loc="outside lower center", ncols=5)
+    figure.legend(
+        *error_axes.get_legend_handles_labels(), frameon=False, fontsize=8, loc="outside lower center", ncols=5
+    )
 
 
 def main() -> None:
@@ -164,7 +172,7 @@ def main() -> None:
     torch.set_num_threads(1)
     config = RunConfig(lengths=(options.length,), samples=options.texts)
     engine = load_engine(config)
-    made = {
+    record = {
         "command": shlex.join(["python", "-m", "benchmarks.ablation", *sys.argv[1:]]),
         "date": date.today().isoformat(),
         "machine": cpu_model(),
@@ -179,9 +187,9 @@ def main() -> None:
         "smaller": options.smaller,
         **study(engine, config, options.smaller),
     }
-    replace_file(options.out, (json.dumps(made, indent=1) + "\n").encode())
-    write_figure(options.figure, draw, made, 10.0)
-    print(table(made["rows"]))
+    replace_file(options.out, (json.dumps(record, indent=1) + "\n").encode())
+    write_figure(options.figure, draw, record, 10.0)
+    print(table(record["rows"]))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accuracy of every press on the reference model, beside NVIDIA kvpress's where both have the press.
+"""Accuracy of every press on the reference model, next to that of NVIDIA kvpress where both have the press.
 
     python -m benchmarks.accuracy [--samples 12] [--processes 2] [--out benchmarks/results/accuracy.json]
                                   [--table docs/accuracy.md] [--only headkv kvzip]
 
-Exact match on contexts of 1024 tokens, mean over five retrieval tasks and on the common-word task, which goes the other way.
-Evicting presses compress the context before the question is known; thresholds are shown with what they keep. Selectors evict
-nothing: they choose for every token of the answer, while the question is read with full attention. Intervals hold 95% of the
-mean over contexts. The peer's figures are those of `kvpress/data/reference/README.md` (12 contexts a task, so plus or minus 5
-to 10 points); its expected attention was run with epsilon 0.01, the setting of its evaluation. Finished cells are kept in
-`--runs`. With `--only`, presses whose specs begin with one of the names are measured, and the others are those of the file
-`--out`.
+Exact match on contexts of 1024 tokens, mean over five retrieval tasks, and on the common-word task, which ranks presses the
+other way round. Evicting presses compress the context before the question is known; thresholds are shown with the share of
+pairs that they keep. Selectors evict nothing: they choose pairs for every token of the answer, and the question is read with
+full attention. Intervals hold 95% of the mean over contexts. The peer's figures are those of `kvpress/data/reference/README.md`
+(12 contexts a task, so plus or minus 5 to 10 points); its expected attention was run with epsilon 0.01, the setting of its
+evaluation. Finished cells are kept in `--runs`. With `--only`, presses whose specs begin with one of the names are measured,
+and the others are those of the file `--out`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ PEER: dict[str, tuple[int, ...] | None] = {
     "subgen:{}": None,
     "kvmerger:{}": None,
 }
-"""Spec with a gap for the ratio -> what NVIDIA kvpress reaches at each ratio."""
+"""Spec with a gap for the ratio -> accuracy of NVIDIA kvpress at each ratio."""
 SELECTORS = (
     "quest:budget={}",
     "quest:budget={},skip_layers=0",
@@ -113,11 +113,14 @@ CUTS = ("-4", "-2", "-1.5", "-1")
 
 @dataclass(frozen=True)
 class Score:
-    """Mean exact match in percent over `contexts`, and half of its interval."""
+    """Mean exact match of a group of tasks."""
 
     mean: float
+    """In percent."""
     half: float
+    """Half of the interval that holds 95% of the mean, in percent."""
     contexts: int
+    """Number of contexts."""
 
     @classmethod
     def of(cls, values: Any) -> Score:
@@ -130,14 +133,14 @@ class Score:
 
 
 def specs(only: Sequence[str] = ()) -> list[str]:
-    """All presses with their ratios and budgets, the full cache first; or those of them that begin with a name of `only`."""
+    """Return all presses with their ratios and budgets, the full cache first, or those that begin with a name of `only`."""
     evicting = [press.format(ratio) for press in PEER for ratio in RATIOS]
     reading = [press.format(fraction) for press in SELECTORS for fraction in FRACTIONS]
-    known = ["none", *evicting, *(press.format(cut) for press in THRESHOLDS for cut in CUTS), *reading]
+    every_spec = ["none", *evicting, *(press.format(cut) for press in THRESHOLDS for cut in CUTS), *reading]
     for name in only:
-        if not any(spec.startswith(name) for spec in known):
-            raise SystemExit(f"--only {name}: no press of this benchmark begins so")
-    return [spec for spec in known if not only or spec.startswith(tuple(only))]
+        if not any(spec.startswith(name) for spec in every_spec):
+            raise SystemExit(f"--only {name}: no press of this benchmark begins with it")
+    return [spec for spec in every_spec if not only or spec.startswith(tuple(only))]
 
 
 def measure(presses: list[str], samples: int, runs: Path) -> Any:
@@ -157,7 +160,7 @@ def measure(presses: list[str], samples: int, runs: Path) -> Any:
 
 
 def share(arguments: list[str], processes: int) -> None:
-    """Measure in several processes, each with its own part of the presses."""
+    """Measure in several processes, each with its own share of the presses."""
     command = [sys.executable, "-m", "benchmarks.accuracy", *arguments, "--part"]
     parts = [subprocess.Popen([*command, str(part)]) for part in range(processes)]  # noqa: S603 - our own script
     codes = [part.wait() for part in parts]
@@ -166,13 +169,13 @@ def share(arguments: list[str], processes: int) -> None:
 
 
 def summarise(rows: Any) -> dict[str, dict[str, Score]]:
-    """Return, for every press, its scores on groups of tasks, and how much it kept."""
+    """Return, for every press, its scores on groups of tasks and the share of pairs that it kept."""
     groups = {"retrieval": RETRIEVAL, "tracing": TRACED, "common word": COUNTED}
     table = {}
-    for press, found in rows.groupby("press"):
-        names = found["task"].str.split("#").str[-1]
-        table[str(press)] = {group: Score.of(found["score"][names.isin(tasks)]) for group, tasks in groups.items()}
-        table[str(press)]["kept"] = Score.of(found["kept"])
+    for press, cells in rows.groupby("press"):
+        names = cells["task"].str.split("#").str[-1]
+        table[str(press)] = {group: Score.of(cells["score"][names.isin(tasks)]) for group, tasks in groups.items()}
+        table[str(press)]["kept"] = Score.of(cells["kept"])
     return table
 
 
@@ -226,11 +229,11 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=12)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--table", type=Path, help="a file whose part between two marks is replaced")
+    parser.add_argument("--table", type=Path, help="page in which the tables between two marks are replaced")
     parser.add_argument("--runs", type=Path, default=Path("runs/accuracy"))
     parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
     parser.add_argument(
-        "--only", nargs="+", default=[], help="beginnings of specs; needs --out, the file of the others"
+        "--only", nargs="+", default=[], help="first characters of specs; needs --out, the file with the other rows"
     )
     options = parser.parse_args()
     before = {}
@@ -251,7 +254,7 @@ def main() -> None:
         return
     if options.processes > 1:
         share(sys.argv[1:], options.processes)
-    # What the processes finished is found in their folders.
+    # Each process leaves its finished cells in its folder.
     rows = pandas.concat([measure(*part) for part in zip(parts, [options.samples] * len(parts), folders, strict=True)])
     table = dict(sorted((before | summarise(rows)).items()))
     text = to_markdown(table)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bits per value that each codec really holds, beside the closed form of its paper's storage, windows and metadata included.
+"""Measured bits per value of each codec, and the closed form of its paper's storage; windows and metadata are included.
 
     python benchmarks/bits.py [--out benchmarks/results/bits.json]
 
 One layer of 8 kv heads, D = 128, bfloat16, right after a prompt of T tokens. `held` counts every byte of every tensor of the
-layer; `formula` is written out below from what a method stores, not from our code. Codebooks are counted in both.
+layer; `formula` is derived below from the description of the method, not from our code. Codebooks are counted in both.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ Formula = Callable[[int], float]
 
 
 def tiles(tokens: int, tile: int, window: int) -> int:
-    """Tokens that are encoded: whole tiles outside the window."""
+    """Return the number of encoded tokens: whole tiles outside the window."""
     return max(0, (tokens - window) // tile * tile)
 
 
 def mixed(tokens: int, encoded: int, bits: float) -> float:
-    """Average over encoded tokens and those that stay in 16 bits."""
+    """Average over encoded tokens and the tokens that stay in 16 bits."""
     return (encoded * bits + (tokens - encoded) * 16) / tokens
 
 
@@ -60,9 +60,10 @@ def gear(bits: int, group: int, rank: int, outliers: float, buffer: int) -> Form
 
 
 def zipcache(high: int, low: int, salient: float, interval: int) -> Formula:
-    """4 r + 2 (1 - r), a scale and zero per token of the values, one bit per token and head, and what a stream holds once.
+    """4 r + 2 (1 - r), a scale and zero per token of the values, one bit per token and head, and constants per stream.
 
-    That is, for each class, scale and zero of every key channel and its number of tokens; and the scales of value channels.
+    The constants are, for each class, scale and zero of every key channel and the number of tokens; and the scales of value
+    channels.
     """
 
     def formula(t: int) -> float:
@@ -91,7 +92,7 @@ def books(channels: int, bits: int, window: int, sinks: int) -> CoupledCodec:
 
 
 def kvquant(bits: int, outliers: float, sinks: int) -> Formula:
-    """B, a 16-bit scale per token of values, outliers of 16 + 8 bits and their numbers per token, and levels of key channels.
+    """B, a 16-bit scale per token of values, outliers of 16 + 8 bits and their count per token, and levels of key channels.
 
     Values have one list of levels a head.
     """
@@ -105,7 +106,7 @@ def kvquant(bits: int, outliers: float, sinks: int) -> Formula:
 
 
 def aquakv(keys: int, values: int, sinks: int) -> Formula:
-    """B, a 16-bit scale per token of values, and once all levels and D + 1 weights a channel of values."""
+    """B, a 16-bit scale per token of values, and stored once: levels, and D + 1 weights per channel of values."""
 
     def formula(t: int) -> float:
         once = 16 * (2**keys * DIM + 2**values + DIM * (DIM + 1)) / (2 * DIM * t)
@@ -130,10 +131,10 @@ def predictors(keys: int, values: int, sinks: int) -> PredictingCodec:
 
 def methods() -> dict[str, tuple[Codec | None, Formula]]:
     """Every codec and its formula."""
-    found: dict[str, tuple[Codec | None, Formula]] = {}
+    formulas: dict[str, tuple[Codec | None, Formula]] = {}
 
     def add(spec: str, formula: Formula) -> None:
-        found[spec] = kvpress.get_press(spec).recipe().codec_at(0), formula
+        formulas[spec] = kvpress.get_press(spec).recipe().codec_at(0), formula
 
     for bits in (8, 4, 3, 2, 1):
         add(f"kivi:bits={bits}", kivi(bits, bits, 32, 128))
@@ -146,17 +147,17 @@ def methods() -> dict[str, tuple[Codec | None, Formula]]:
         add(f"zipcache:salient_ratio={ratio}", zipcache(4, 2, ratio, 100))
     for channels, bits in ((2, 8), (4, 8), (8, 8), (8, 10)):
         name = f"cq:coupled={channels},bits={bits}"
-        found[name] = books(channels, bits, 128, 4), coupled(channels, bits, 128, 4)
+        formulas[name] = books(channels, bits, 128, 4), coupled(channels, bits, 128, 4)
     for bits, outliers in ((3, 0.01), (2, 0.01), (3, 0.0)):
         name = f"kvquant:bits={bits},outliers={outliers}"
-        found[name] = levels(bits, outliers, 4), kvquant(bits, outliers, 4)
+        formulas[name] = levels(bits, outliers, 4), kvquant(bits, outliers, 4)
     for keys, values in ((3, 3), (3, 2)):
-        found[f"aquakv:bits=({keys},{values})"] = predictors(keys, values, 4), aquakv(keys, values, 4)
-    return found
+        formulas[f"aquakv:bits=({keys},{values})"] = predictors(keys, values, 4), aquakv(keys, values, 4)
+    return formulas
 
 
 def held_bits(codec: Codec | None, tokens: int) -> float:
-    """Bits per value of a layer that a prompt of random pairs was put into."""
+    """Return the bits per value of a layer that stores a prompt of random pairs."""
     assert codec is not None  # noqa: S101
     generator = torch.Generator().manual_seed(0)
     keys, values = (torch.randn(1, HEADS, tokens, DIM, generator=generator).bfloat16() for _ in range(2))
@@ -167,8 +168,8 @@ def held_bits(codec: Codec | None, tokens: int) -> float:
     store.settle(codec, Sealing(store.heads))
     tensors = [tensor for part in store.tensors().values() for tensor in part]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    left = 0 if store.dense is None else sum(array.nbytes for array in store.dense.side.values())
-    return 8 * (sum(storages.values()) - left) / (2 * keys.numel())
+    window_bytes = 0 if store.dense is None else sum(array.nbytes for array in store.dense.side.values())
+    return 8 * (sum(storages.values()) - window_bytes) / (2 * keys.numel())
 
 
 def main() -> None:
@@ -182,7 +183,8 @@ def main() -> None:
         pairs = [(held_bits(codec, t), formula(t)) for t in LENGTHS]
         rows.append({"codec": name, "tokens": LENGTHS, "held": [h for h, _ in pairs], "formula": [f for _, f in pairs]})
         print(
-            f"| `{name}` | " + " | ".join(f"{held:.3f} | {expected:.3f}" for held, expected in pairs) + " |", flush=True
+            f"| `{name}` | " + " | ".join(f"{measured:.3f} | {expected:.3f}" for measured, expected in pairs) + " |",
+            flush=True,
         )
     if args.out:
         record = {"date": date.today().isoformat(), "heads": HEADS, "head_dim": DIM, "rows": rows}

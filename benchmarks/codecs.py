@@ -4,9 +4,9 @@
     python benchmarks/codecs.py [--samples 4] [--texts 4] [--tokens 128] [--out benchmarks/results/codecs.json] [--figures docs]
     python benchmarks/codecs.py --methods turboquant block_gtq --out some.json [...]
 
-A codec is placed by the bytes that it holds once the context was read, windows, scales and books included. The dense tail is
-32 to 95 tokens for every codec, and scales belong to 64 channels or tokens, the head dim of the model, where a codec has a
-choice. Every codec of the registry is in the list, which a test asserts.
+A codec is placed by the bytes that it holds after the context was read, windows, scales and codebooks included. The dense tail
+is 32 to 95 tokens for every codec, and scales belong to 64 channels or tokens, the head dim of the model, where a codec has a
+choice. A test asserts that every codec of the registry is in the list.
 """
 
 from __future__ import annotations
@@ -46,10 +46,12 @@ METHODS: dict[str, list[str]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=4, help="of each task and length")
-    parser.add_argument("--texts", type=int, default=4, help="whose next tokens are compared")
-    parser.add_argument("--tokens", type=int, default=128, help="that are fed behind the context of each text")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=[], help="these alone, without a figure")
+    parser.add_argument("--samples", type=int, default=4, help="samples of each task and length")
+    parser.add_argument("--texts", type=int, default=4, help="texts whose next tokens are compared")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens that are read after the context of each text")
+    parser.add_argument(
+        "--methods", nargs="+", choices=METHODS, default=[], help="only these methods, without a figure"
+    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/codecs.json"))
     parser.add_argument("--figures", type=Path, default=Path("docs"), help="folder of the PNG")
     parser.add_argument("--runs", type=Path, default=Path("runs/codecs"), help="folder of finished cells")

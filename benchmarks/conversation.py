@@ -3,9 +3,10 @@
 
     python benchmarks/conversation.py [--turns 100] [--out benchmarks/results/conversation.json]
 
-A random Llama (2 layers, 2 kv heads, D = 64, float32). A turn brings 32 to 96 tokens and is answered with 24. `held` counts
-every byte of every tensor of the cache, by the memory report. No times are taken. What is held moves with the length of a turn,
-and with the groups of a codec, so growth is the largest of the second half of the conversation over the largest of the first.
+A random Llama (2 layers, 2 kv heads, D = 64, float32). A turn has 32 to 96 tokens and an answer of 24. `held` counts every byte
+of every tensor of the cache, by the memory report. No times are measured. Held bytes vary with the length of a turn and with
+the groups of a codec, so growth is the largest number of the second half of the conversation over the largest of the first
+half.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ SPECS = (
     "conversation(snapkv):budget=256,interval=16 + quest:budget=64,skip_layers=0",
 )
 SAID, ANSWER = (32, 96), 24
-"""Tokens of a turn, at least and at most, and of its answer."""
+"""Fewest and most tokens of a turn, and tokens of its answer."""
 
 
 def model() -> Any:
@@ -50,19 +51,21 @@ def model() -> Any:
         max_position_embeddings=1 << 15,
         eos_token_id=None,
     )
-    made = LlamaForCausalLM(config).eval()
-    made.generation_config.pad_token_id = 0
-    return made
+    network = LlamaForCausalLM(config).eval()
+    network.generation_config.pad_token_id = 0
+    return network
 
 
-def talk(model: Any, spec: str, turns: int, said: tuple[int, int] = SAID, answer: int = ANSWER) -> list[dict[str, int]]:
-    """Return what the cache holds after every turn: tokens seen, pairs kept and bytes."""
+def talk(
+    model: Any, spec: str, turns: int, turn_tokens: tuple[int, int] = SAID, answer: int = ANSWER
+) -> list[dict[str, int]]:
+    """Return the state of the cache after every turn: tokens seen, pairs kept and bytes."""
     cache, records = DynamicCache(config=model.config), []
     generator = torch.Generator().manual_seed(1)
     ids = torch.zeros(1, 0, dtype=torch.long)
     with torch.no_grad(), kvpress.get_press(spec)(model):
         for _ in range(turns):
-            length = int(torch.randint(said[0], said[1] + 1, (1,), generator=generator))
+            length = int(torch.randint(turn_tokens[0], turn_tokens[1] + 1, (1,), generator=generator))
             new = torch.randint(3, model.config.vocab_size, (1, length), generator=generator)
             ids = torch.cat([ids, new], dim=1)
             ids = model.generate(ids, **with_cache(cache), max_new_tokens=answer, do_sample=False)
@@ -73,16 +76,16 @@ def talk(model: Any, spec: str, turns: int, said: tuple[int, int] = SAID, answer
 
 def growth(records: list[dict[str, int]]) -> float:
     """Return the largest number of bytes held in the second half of a conversation, over that of its first half."""
-    held = [record["held"] for record in records]
-    half = len(held) // 2
-    return max(held[half:]) / max(held[:half])
+    sizes = [record["held"] for record in records]
+    half = len(sizes) // 2
+    return max(sizes[half:]) / max(sizes[:half])
 
 
 def run(turns: int) -> dict[str, Any]:
     """Return the figures of all presses."""
-    made, runs = model(), {}
+    network, runs = model(), {}
     for spec in SPECS:
-        records = talk(made, spec, turns)
+        records = talk(network, spec, turns)
         columns = {name: [record[name] for record in records] for name in records[0]}
         runs[spec] = {"growth": round(growth(records), 3), **columns}
     return {
@@ -110,9 +113,9 @@ def main() -> None:
     marks = [turn for turn in (1, 10, 25, 50, 100) if turn <= options.turns]
     print("| press | " + " | ".join(f"turn {turn}: KiB" for turn in marks) + " | second half over first |")
     print("|---|" + "---:|" * (len(marks) + 1))
-    for spec, found in record["presses"].items():
-        held = " | ".join(f"{found['held'][turn - 1] / 1024:.0f}" for turn in marks)
-        print(f"| `{spec}` | {held} | {found['growth']:.2f} |")
+    for spec, result in record["presses"].items():
+        cells = " | ".join(f"{result['held'][turn - 1] / 1024:.0f}" for turn in marks)
+        print(f"| `{spec}` | {cells} | {result['growth']:.2f} |")
     options.out.write_text(to_text(record))
 
 

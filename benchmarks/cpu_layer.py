@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One decode step of one layer, by us and by others, for `benchmarks/cpu_peers.py`.
+"""One decode step of one layer, ours and those of other libraries, for `benchmarks/cpu_peers.py`.
 
-32 query and 8 key-value heads, D = 128. All contenders attend to the same pairs, drawn with one seed, and shaped like those of
-models where the accuracy of a format hangs on it: every 8 channels vary mostly in 2 directions (which books exploit), 16
-channels of the keys are heavy, and logits deviate by 3, so that one pair in 16 holds nine tenths of the weight (which selection
-needs). Books are learned from the pairs themselves.
+32 query and 8 key-value heads, D = 128. All contenders attend to the same pairs, drawn with one seed. Where the accuracy of a
+format depends on it, pairs resemble those of models: every 8 channels vary mostly in 2 directions (codebooks exploit this), 16
+channels of the keys are large, and logits have a standard deviation of 3, so that one pair in 16 holds nine tenths of the
+weight (selection needs this). Codebooks are learned from the pairs themselves.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.machine import streamed_bytes
 HQ, H, D = 32, 8, 128
 HEAVY = 16
 STREAMED = streamed_bytes()
-"""Bytes that are read before each turn, so that it meets cold caches."""
+"""Bytes read before each turn, so that the turn starts with cold caches."""
 WARM_STEPS, STEPS = 0, 1
 
 
@@ -62,12 +62,12 @@ class Problem:
 
 
 def exact(setting: Setting) -> Array:
-    """What all contenders are judged by, [1, HQ * D]."""
+    """Return the reference for the errors of all contenders, [1, HQ * D]."""
     return Problem.random(setting.tokens).exact().reshape(1, -1)
 
 
 def read_memory(problem: Problem, threads: int) -> Built:
-    """What reading alone takes, for scale: as many bytes as the pairs have in 16 bits."""
+    """Read as many bytes as the pairs have in 16 bits, without attention: a lower bound of the time."""
     del threads
     data = np.ones(problem.k.size, np.float32)
     nothing = np.zeros((HQ, D), np.float32)
@@ -80,7 +80,7 @@ def read_memory(problem: Problem, threads: int) -> Built:
 
 
 def ours(name: str, problem: Problem, threads: int) -> Built:
-    """Our kernels over the pairs in bfloat16, or encoded from that; the values of KIVI, one scale for 32."""
+    """Our kernels on the pairs in bfloat16, or on codes of them; values of KIVI have one scale for 32 channels."""
     import torch
 
     from benchmarks.problems import KEY_GROUP, VALUE_GROUP, Cache, Given, Selected, Streams
@@ -108,7 +108,7 @@ def ours(name: str, problem: Problem, threads: int) -> Built:
 
 
 def coded(side: Any, tokens: int) -> Any:
-    """Rows as codes of 8 bits for 8 channels, with books of 256 entries learned from 1024 rows of each head."""
+    """Encode rows with 8 bits for 8 channels; codebooks of 256 entries are learned from 1024 rows of each head."""
     import torch
 
     from kvpress.cache.layout import Layout
@@ -131,7 +131,7 @@ def torch_sdpa(problem: Problem, threads: int) -> Built:
 
 
 def onnxruntime(bits: int, problem: Problem, threads: int) -> Built:
-    """A graph of one GroupQueryAttention over a cache that is shared between calls, its last row written by each of them.
+    """A graph of one GroupQueryAttention over a cache that all calls share; each call writes the last row.
 
     Codes are symmetric with a scale per channel, measured on the pairs.
     """
@@ -149,17 +149,17 @@ def onnxruntime(bits: int, problem: Problem, threads: int) -> Built:
     inputs = [value(name, io_type, 1, 1, heads * D) for name, heads in (("q", HQ), ("k", H), ("v", H))]
     inputs += [value(name, kind, 1, H, "rows", width) for name in ("past_k", "past_v")]
     inputs += [value("last", TensorProto.INT32, 1), value("total", TensorProto.INT32, 1)]
-    names = [each.name for each in inputs]
+    names = [tensor.name for tensor in inputs]
     settings: dict[str, Any] = {"num_heads": HQ, "kv_num_heads": H}
     if quantised:
         scales = ["k_scale", "v_scale"]
         inputs += [value(name, TensorProto.FLOAT, H * D) for name in scales]
-        names += [""] * 5 + scales  # what lies between are tables and biases that this graph has none of
+        names += [""] * 5 + scales  # the inputs between these are tables and biases, which this graph does not use
         settings |= {"kv_cache_bit_width": bits, "k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL"}
     outputs = [value("out", io_type, 1, 1, HQ * D)]
     outputs += [value(name, kind, 1, H, "rows", width) for name in ("present_k", "present_v")]
     node = helper.make_node(
-        "GroupQueryAttention", names, [each.name for each in outputs], domain="com.microsoft", **settings
+        "GroupQueryAttention", names, [tensor.name for tensor in outputs], domain="com.microsoft", **settings
     )
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
     graph = helper.make_graph([node], "attention", inputs, outputs)
@@ -177,10 +177,10 @@ def onnxruntime(bits: int, problem: Problem, threads: int) -> Built:
     cache = {}
     for name, side in (("k", problem.k), ("v", problem.v)):
         feeds[name] = side[:, -1].reshape(1, 1, -1).astype(io)
-        held = side.astype(io)
+        stored = side.astype(io)
         if quantised:
-            held, feeds[f"{name}_scale"] = symmetric(side, bits)
-        cache[name] = ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(held[None]))
+            stored, feeds[f"{name}_scale"] = symmetric(side, bits)
+        cache[name] = ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(stored[None]))
     binding = session.io_binding()
     held_feeds = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in feeds.items()}
     for name, array in held_feeds.items():
@@ -201,7 +201,7 @@ def onnxruntime(bits: int, problem: Problem, threads: int) -> Built:
 
 
 def symmetric(side: Array, bits: int) -> tuple[Array, Array]:
-    """Codes of [H, T, D] as GroupQueryAttention stores them, two of 4 bits to a byte, and scales [H * D]."""
+    """Return codes of [H, T, D] as GroupQueryAttention stores them, two of 4 bits to a byte, and scales [H * D]."""
     top = 2 ** (bits - 1) - 1
     scale = np.abs(side).max(axis=1) / np.float32(top)
     codes = np.rint(side / scale[:, None]).clip(-top - 1, top).astype(np.int8)
@@ -212,11 +212,11 @@ def symmetric(side: Array, bits: int) -> tuple[Array, Array]:
 
 
 SLOW_TO_READ = 8192
-"""Most tokens that OpenVINO is given to read: it takes time quadratic in them, minutes at 32768."""
+"""Longest prompt that OpenVINO reads here: its time is quadratic in the length, minutes at 32768."""
 
 
 def openvino(kind: str, problem: Problem, threads: int) -> Built:
-    """A graph of one attention whose keys and values are state, as OpenVINO exports models."""
+    """A graph of one attention whose keys and values are state variables, as OpenVINO exports models."""
     import openvino as ov
     import openvino.opset13 as op
 
@@ -233,10 +233,10 @@ def openvino(kind: str, problem: Problem, threads: int) -> Built:
     for name, new in (("K", k), ("V", v)):
         shape = ov.PartialShape([-1, H, -1, D])
         past = op.read_value(op.constant(np.zeros((1, H, 0, D), f32)), name, ov.Type.f32, shape)
-        whole = op.concat([op.gather(past, beam, op.constant(np.int32(0))), new], 2)
-        kept.append(op.assign(whole, name))
+        joined = op.concat([op.gather(past, beam, op.constant(np.int32(0))), new], 2)
+        kept.append(op.assign(joined, name))
         repeats = op.constant(np.array([1, 1, HQ // H, 1, 1]))
-        spread = op.broadcast(op.unsqueeze(whole, op.constant(np.int32(2))), repeats, broadcast_spec="BIDIRECTIONAL")
+        spread = op.broadcast(op.unsqueeze(joined, op.constant(np.int32(2))), repeats, broadcast_spec="BIDIRECTIONAL")
         heads.append(op.reshape(spread, op.constant(np.array([0, HQ, -1, D])), True))
     result = op.result(op.scaled_dot_product_attention(q, *heads, causal=False))
     model = ov.Model([result], kept, [q, k, v, beam], "attention")
@@ -257,7 +257,7 @@ def openvino(kind: str, problem: Problem, threads: int) -> Built:
             side = keys if state.name == "K" else values
             state.state = ov.Tensor(np.ascontiguousarray(side[:, :, :-1]))
     last = [problem.q[None, :, None], *(side[:, :, -1:].copy() for side in (keys, values))]
-    # With a float32 scale and zero for every head of a token.
+    # The cache has a float32 scale and zero for every head of a token.
     pair_bytes = {"f16": 2 * D * 2, "u8": 2 * (D + 8), "u4": 2 * (D // 2 + 8)}[kind]
     return Built(lambda: infer(*last), H * tokens * pair_bytes)
 

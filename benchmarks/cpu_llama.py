@@ -3,10 +3,10 @@
 
     python -m benchmarks.cpu_llama model.gguf 8192 pairs.npy
 
-writes that model, its weights in bfloat16, as GGUF, and 8192 pairs, [layers, keys and values, heads, tokens, channels]. Pairs
-are not computed by llama.cpp but restored: they are put into the layout in which it saves a sequence. Its rotary embedding
-pairs neighbouring channels where that of transformers pairs halves, so channels of queries and keys lie in another order, and
-it multiplies keys and values by a Hadamard matrix before it quantises them. With both, its logits are those of the model.
+writes the model as GGUF, its weights in bfloat16, and 8192 pairs, [layers, keys and values, heads, tokens, channels]. llama.cpp
+does not compute the pairs but restores them, from the layout in which it saves a sequence. Its rotary embedding pairs
+neighbouring channels where that of transformers pairs halves, so channels of queries and keys are permuted, and it multiplies
+keys and values by a Hadamard matrix before it quantises them. With both changes, its logits are those of the model.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 LAYERS, HEADS, D = 8, 4, 64
 NAMED = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-"""Tokens that a vocabulary of sentencepiece's kind must have; the others are never printed."""
+"""Tokens that a sentencepiece vocabulary must have; the other tokens are never printed."""
 
 
 def neighbours(channels: Array) -> Array:
-    """Channels [..., D] of a rotary embedding by halves, in the order that pairs neighbours."""
+    """Return channels [..., D] of a rotary embedding by halves, in the order that pairs neighbours."""
     return channels.reshape(*channels.shape[:-1], 2, D // 2).swapaxes(-1, -2).reshape(channels.shape)
 
 
 def hadamard(size: int) -> Array:
-    """The orthonormal matrix that keys and values are multiplied by before llama.cpp quantises them."""
+    """Return the orthonormal matrix by which llama.cpp multiplies keys and values before it quantises them."""
     matrix = np.ones((1, 1), np.float32)
     while len(matrix) < size:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
@@ -43,7 +43,7 @@ def hadamard(size: int) -> Array:
 
 def write_model(model: Any, path: Path) -> None:
     """Write a Llama of transformers as GGUF."""
-    config, weights = model.config, {name: one.float().numpy() for name, one in model.state_dict().items()}
+    config, weights = model.config, {name: weight.float().numpy() for name, weight in model.state_dict().items()}
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -85,12 +85,8 @@ def write_model(model: Any, path: Path) -> None:
 class Context:
     """A cache of llama.cpp for one sequence.
 
-    Args:
-        path: of a model.
-        size: most tokens.
-        kind: of the cache's numbers: f16, q8_0 or q4_0.
-        flash: whether attention is computed block by block; quantised values need it.
-        threads: of the processor.
+    Args: path: file of a model. size: largest number of tokens. kind: type of the cache's numbers: f16, q8_0 or q4_0. flash:
+    whether attention is computed block by block; quantised values need it. threads: number of threads.
     """
 
     def __init__(self, path: Path, size: int, kind: str, flash: bool, threads: int) -> None:
@@ -108,29 +104,29 @@ class Context:
         chosen.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
         context = self.model and lib.llama_init_from_model(self.model, chosen)
         if not context:
-            raise RuntimeError(f"llama.cpp takes no cache of {size} tokens in {kind}")
+            raise RuntimeError(f"llama.cpp refuses a cache of {size} tokens in {kind}")
         self.context = context
         self.vocabulary = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self.model))
 
     def read(self, tokens: list[int]) -> Array:
-        """Read tokens behind those that are held; returns the logits of the last."""
+        """Read tokens after the cached ones; return the logits of the last token."""
         for at in range(0, len(tokens), 2048):
             part = tokens[at : at + 2048]
-            held = (lib.llama_token * len(part))(*part)  # the batch points to it
-            if failed := lib.llama_decode(self.context, lib.llama_batch_get_one(held, len(part))):
+            ids = (lib.llama_token * len(part))(*part)  # the batch has a pointer to it, so a name must keep it alive
+            if failed := lib.llama_decode(self.context, lib.llama_batch_get_one(ids, len(part))):
                 raise RuntimeError(f"llama_decode returns {failed}")
         logits = lib.llama_get_logits_ith(self.context, -1)
         return np.ctypeslib.as_array(logits, (self.vocabulary,)).copy()
 
     def clear(self) -> None:
-        """Forget all tokens."""
+        """Clear the cache."""
         lib.llama_memory_seq_rm(lib.llama_get_memory(self.context), 0, -1, -1)
 
     def restore(self, pairs: Array) -> int:
-        """Hold keys and values [LAYERS, 2, HEADS, T, D] as transformers has them; returns their bytes.
+        """Store keys and values [LAYERS, 2, HEADS, T, D] in the layout of transformers; return their bytes.
 
-        The layout of a saved sequence is: a head, the cells (position and sequences of each), then the keys of all layers and
-        the values of all layers, each with its type and size; without flash attention values lie channel by channel.
+        The layout of a saved sequence is: a header, the cells (position and sequences of each), then the keys of all layers and
+        the values of all layers, each with its type and size; without flash attention, values are stored channel by channel.
         """
         self.read([5] * PROBED)
         saved, at = self._saved(), 8
@@ -141,7 +137,7 @@ class Context:
         at += 8 + 12 * cells
         turned, layers = struct.unpack_from("<II", saved, at)
         if (streams, cells, layers) != (1, PROBED, LAYERS):
-            raise RuntimeError(f"llama.cpp saves sequences in another layout: {streams}, {cells}, {layers}")
+            raise RuntimeError(f"llama.cpp saves sequences in an unknown layout: {streams}, {cells}, {layers}")
         parts.append(saved[at : at + 8])
         at += 8
         size = 0
@@ -158,16 +154,18 @@ class Context:
                     head = 12
                 data = gguf.quants.quantize(rows, self.kind).tobytes()
                 if kind != self.kind or len(data) != tokens * row_bytes:
-                    raise RuntimeError(f"llama.cpp saves pairs in another layout: type {kind}, {row_bytes} bytes a row")
+                    raise RuntimeError(
+                        f"llama.cpp saves pairs in an unknown layout: type {kind}, {row_bytes} bytes a row"
+                    )
                 parts += [saved[at : at + head], data]
                 at += head + row_bytes * cells
                 size += len(data)
         if at != len(saved):
-            raise RuntimeError(f"llama.cpp saves sequences in another layout: {len(saved) - at} bytes are left")
+            raise RuntimeError(f"llama.cpp saves sequences in an unknown layout: {len(saved) - at} bytes remain")
         self.clear()
-        whole = b"".join(parts)
-        buffer = (ctypes.c_uint8 * len(whole)).from_buffer_copy(whole)
-        if lib.llama_state_seq_set_data(self.context, buffer, len(whole), 0) != len(whole):
+        state = b"".join(parts)
+        buffer = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
+        if lib.llama_state_seq_set_data(self.context, buffer, len(state), 0) != len(state):
             raise RuntimeError("llama.cpp does not restore the pairs")
         return size
 
@@ -179,9 +177,9 @@ class Context:
 
 
 PROBED = 8
-"""Tokens that are read to see in which layout they are saved."""
+"""Number of tokens that are read to detect the layout in which they are saved."""
 SEVERE = 4
-"""Level of errors in the log of llama.cpp."""
+"""Error level in the log of llama.cpp."""
 
 
 @lib.llama_log_callback
@@ -196,7 +194,7 @@ def main() -> None:
     model, tokens, pairs = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     if not model.exists():
         write_model(build_model(), model)
-    # Numbers of bfloat16 that lie around 1 are numbers of float16.
+    # Numbers around 1 are representable in bfloat16 and in float16.
     layers = [[side[0].half().numpy() for side in random_pairs(tokens, layer)] for layer in range(LAYERS)]
     np.save(pairs, np.array(layers))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens of a whole model, by us and by others, for `benchmarks/cpu_peers.py`.
+"""Decode steps of a whole model, ours and those of other libraries, for `benchmarks/cpu_peers.py`.
 
 The model, the random pairs and the caches of transformers are those of `benchmarks/decode.py`, in bfloat16.
 """
@@ -21,22 +21,22 @@ import numpy as np
 from benchmarks.cpu_turns import Array, Built, Contender, Setting
 
 EMPTY = 8
-"""Tokens held where the cache is as good as empty: what a token takes beside attention."""
+"""Tokens in a nearly empty cache, which shows the time of a token without attention."""
 TOKEN = 5
 ROOM = 512
-"""Tokens that turns may add."""
+"""Number of tokens that turns may add."""
 STREAMED = 0
 WARM_STEPS, STEPS = 1, 4
 
 
 def prompt_of(setting: Setting) -> list[int]:
-    """Tokens of a prompt."""
-    found: list[int] = np.random.default_rng(0).integers(3, 1000, setting.prompt).tolist()
-    return found
+    """Return the token ids of a prompt."""
+    ids: list[int] = np.random.default_rng(0).integers(3, 1000, setting.prompt).tolist()
+    return ids
 
 
 def exact(setting: Setting) -> Array:
-    """Logits of the model in float32 over the same pairs, of as many tokens as there are levels, [levels, vocabulary]."""
+    """Return the logits of the model in float32 over the same pairs, one token per level, [levels, vocabulary]."""
     import torch
     from transformers import DynamicCache
 
@@ -54,7 +54,7 @@ def exact(setting: Setting) -> Array:
 
 
 def in_torch(name: str, setting: Setting) -> Built:
-    """Ours by its spec, or a cache of transformers by its name."""
+    """Build one of our presses by its spec, or a cache of transformers by its name."""
     import torch
     from transformers import DynamicCache, QuantizedCache, StaticCache
 
@@ -79,7 +79,7 @@ def in_torch(name: str, setting: Setting) -> Built:
     @torch.no_grad()
     def run(ids: list[int], cache: Any) -> Array:
         extra: dict[str, Any] = {}
-        if name == "quanto":  # with a mask of its own, attention takes the faster of its paths
+        if name == "quanto":  # with an explicit mask, attention takes the faster of its paths
             seen = cache.get_seq_length()
             extra["attention_mask"] = torch.ones(len(ids), seen + len(ids), dtype=torch.bool).tril(seen)[None, None]
         logits = model(torch.tensor([ids]), **with_cache(cache), logits_to_keep=1, **extra).logits[0, -1]
@@ -120,7 +120,7 @@ def llama(kind: str, flash: bool, setting: Setting) -> Built:
 
 
 def empty(build: Callable[[Setting], Built]) -> Contender:
-    """A contender whose cache holds next to nothing."""
+    """Return a contender whose cache is nearly empty."""
 
     def prepare(setting: Setting) -> Built:
         return replace(build(replace(setting, tokens=EMPTY)), prefill=None)
@@ -133,7 +133,7 @@ CONTENDERS: dict[str, Contender] = {
     "ours dense": Contender(16, partial(in_torch, "none")),
     "ours int8": Contender(8, partial(in_torch, "kivi:bits=8")),
     "ours int4": Contender(4, partial(in_torch, "kivi:bits=4")),
-    # Books and channels are random here, which cost as much to read as any.
+    # Codebooks and channels are random here, which cost as much to read as calibrated ones.
     "ours CQ 8c8b": Contender(1, partial(in_torch, "cq:coupled=8"), judged=False),
     "ours selection 1/16": Contender(None, partial(in_torch, "double_sparsity"), judged=False),
     "transformers empty": empty(partial(in_torch, "static")),

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode on a CPU, ours against what a CPU user would pick: ONNX Runtime, OpenVINO, llama.cpp, quanto, transformers, torch.
+"""Decode on a CPU, ours against the usual choices on a CPU: ONNX Runtime, OpenVINO, llama.cpp, quanto, transformers, torch.
 
     python benchmarks/cpu_peers.py [--tokens 8192,32768] [--levels all] [--rounds 6] [--out benchmarks/results/cpu_peers.json]
     python benchmarks/cpu_peers.py --show benchmarks/results/cpu_peers.json
 
-Two comparisons, each behind 8k and 32k tokens, on one thread. `layer`: one decode step of one layer, 32 query and 8 key-value
-heads, D = 128, with the error (relative, in the Euclidean norm) against float32 attention over the pairs as they were before
-they were quantised. `model`: tokens of the whole model of `benchmarks/decode.py`, with the error of its logits against those
-of the model in float32 over the same pairs, and the speed of reading a prompt; what a token takes behind an empty cache stands
-beside them. Cold caches, best of all rounds; ours run at every instruction-set level of the processor, peers choose their own.
+Two comparisons, each after 8k and 32k tokens, on one thread. `layer`: one decode step of one layer, 32 query and 8 key-value
+heads, D = 128, with the error (relative, in the Euclidean norm) against float32 attention over the pairs before quantisation.
+`model`: decode steps of the whole model of `benchmarks/decode.py`, with the error of its logits against those of the model in
+float32 over the same pairs, and the speed of a prefill; the time of a token with an empty cache is in the same table. Caches
+are cold, times are the best of all rounds; ours run at every instruction-set level of the processor, peers choose their own.
 
 Every contender is a process of its own, and they take turns (`benchmarks/cpu_turns.py`). Peak memory is the largest resident
-memory of that process while it decodes, the libraries that it loads included. What is not installed (extra `bench`)
-or does not run is a row that says why. Then the fastest of ours is compared with the fastest peer of equal
-bits; `of reading` is the speed at which a cache is read, as a share of that of reading alone: what is far below 1 is bound by
-what it computes. The last line is one JSON object of times of ours over theirs.
+memory of that process while it decodes, the libraries that it loads included. A contender that is not installed (extra `bench`)
+or does not run has a row with the reason. Then the fastest of ours is compared with the fastest peer of equal bits; `of
+reading` is the speed at which a cache is read, as a share of the speed of reading alone: a contender far below 1 is bound by
+computation. The last line is one JSON object of times of ours over theirs.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from kvpress import env
 PARTS = ("layer", "model")
 PACKAGES = ("torch", "transformers", "onnxruntime", "openvino", "llama-cpp-python", "optimum-quanto")
 SECONDS = 300.0
-"""That any request to a contender may take."""
+"""Time limit of a request to a contender."""
 PROMPTS = 2
-"""Times that a prompt is read."""
+"""Number of times that a prompt is read."""
 
 Row = dict[str, Any]
 
 
 def contenders(part: str) -> dict[str, Contender]:
-    found: dict[str, Contender] = importlib.import_module(f"benchmarks.cpu_{part}").CONTENDERS
-    return found
+    entries: dict[str, Contender] = importlib.import_module(f"benchmarks.cpu_{part}").CONTENDERS
+    return entries
 
 
 class Entry:
-    """A contender and what it has said so far; nothing more once it has failed."""
+    """A contender and its answers so far; no further requests once it has failed."""
 
     def __init__(self, part: str, name: str, setting: Setting) -> None:
         self.part, self.name, self.setting, self.spec = part, name, setting, contenders(part)[name]
@@ -77,7 +77,7 @@ class Entry:
         return {}
 
     def rows(self, truth: Any) -> list[Row]:
-        """What was measured at each level, or why there is nothing."""
+        """Return a row with the figures of each level, or one with the reason that there are none."""
         row: Row = {"part": self.part, "tokens": self.setting.tokens, "name": self.name, "bits": self.spec.bits}
         if self.peak_mib is None:
             return [row | {"failed": self.failed}]
@@ -86,18 +86,18 @@ class Entry:
             row["prefill_tokens_per_s"] = self.setting.prompt / min(self.prompts)
         elif self.failed is not None:
             row["prefill_failed"] = self.failed
-        found = []
+        level_rows = []
         for n, level in enumerate(self.spec.levels(self.name, self.setting)):
-            taken = [turn[n] for turn in self.turns]
-            found.append(row | {"level": level, "median_ms": statistics.median(taken), "min_ms": min(taken)})
+            times = [turn[n] for turn in self.turns]
+            level_rows.append(row | {"level": level, "median_ms": statistics.median(times), "min_ms": min(times)})
             if self.spec.judged:
                 answer = np.array(self.ready["answers"][n])
-                found[-1]["error"] = relative_error(answer, truth[min(n, len(truth) - 1)])
-        return found
+                level_rows[-1]["error"] = relative_error(answer, truth[min(n, len(truth) - 1)])
+        return level_rows
 
 
 def run(part: str, names: Iterable[str], setting: Setting, rounds: int, prompts: int) -> list[Row]:
-    """Let contenders take turns; one row for each of them and each level, or one that says why there is none."""
+    """Run contenders in turns; return a row for each of them and each level, or one with the reason that there are none."""
     truth = _exact(part, setting)
     entries: list[Entry] = []
 
@@ -129,7 +129,7 @@ def run(part: str, names: Iterable[str], setting: Setting, rounds: int, prompts:
 
 
 def _exact(part: str, setting: Setting) -> Any:
-    """What answers are judged by; without it nothing is worth measuring."""
+    """Return the reference answers; without them nothing is worth measuring."""
     worker = Worker(part, EXACT, setting, SECONDS)
     try:
         return np.array(worker.ask()["answers"])
@@ -137,13 +137,13 @@ def _exact(part: str, setting: Setting) -> Any:
         worker.close()
 
 
-def relative_error(found: Any, expected: Any) -> float:
-    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+def relative_error(answer: Any, expected: Any) -> float:
+    return float(np.linalg.norm(answer - expected) / np.linalg.norm(expected))
 
 
 def verdicts(rows: list[Row]) -> list[Row]:
-    """Our fastest against the fastest peer with as many bits, for each part and length."""
-    found = []
+    """Compare our fastest with the fastest peer of equal bits, for each part and length."""
+    comparisons = []
     timed = [row for row in rows if "min_ms" in row and row["bits"] is not None]
     for part, tokens, bits in sorted({(row["part"], row["tokens"], row["bits"]) for row in timed}):
         alike = [row for row in timed if (row["part"], row["tokens"], row["bits"]) == (part, tokens, bits)]
@@ -152,28 +152,32 @@ def verdicts(rows: list[Row]) -> list[Row]:
             continue
         mine, theirs = (min(side, key=lambda row: row["min_ms"]) for side in sides)
         ratio = mine["min_ms"] / theirs["min_ms"]
-        found.append({
+        comparisons.append({
             "part": part, "tokens": tokens, "bits": bits, "level": mine["level"], "ours_ms": mine["min_ms"],
             "peer": theirs["name"], "peer_ms": theirs["min_ms"], "ratio": ratio,
-            "empty_ms": [behind_nothing(row, rows) for row in (mine, theirs)],
+            "empty_ms": [empty_cache_ms(row, rows) for row in (mine, theirs)],
         })  # fmt: skip
-    return found
+    return comparisons
 
 
-def behind_nothing(row: Row, rows: list[Row]) -> float | None:
-    """What the same runtime takes behind an empty cache: all that is not attention."""
+def empty_cache_ms(row: Row, rows: list[Row]) -> float | None:
+    """Return the time of the same runtime with an empty cache: everything that is not attention."""
     runtime = row["name"].split()[0]
     name = f"{'transformers' if runtime == 'quanto' else runtime} empty"
-    found = [
-        each["min_ms"] for each in rows if (each["name"], each["tokens"]) == (name, row["tokens"]) and "min_ms" in each
+    times = [
+        other_row["min_ms"]
+        for other_row in rows
+        if (other_row["name"], other_row["tokens"]) == (name, row["tokens"]) and "min_ms" in other_row
     ]
-    return found[0] if row["part"] == "model" and found else None
+    return times[0] if row["part"] == "model" and times else None
 
 
 def bandwidth(row: Row, rows: list[Row]) -> float | None:
-    """Bytes per second that a layer's cache is read at, as a share of what reading alone reaches."""
+    """Return the bytes per second at which a layer's cache is read, as a share of the rate of reading alone."""
     reading = [
-        each for each in rows if each["name"] == "reading" and each["tokens"] == row["tokens"] and "min_ms" in each
+        reading_row
+        for reading_row in rows
+        if reading_row["name"] == "reading" and reading_row["tokens"] == row["tokens"] and "min_ms" in reading_row
     ]
     if row["part"] != "layer" or not reading or "selection" in row["name"]:
         return None
@@ -181,9 +185,9 @@ def bandwidth(row: Row, rows: list[Row]) -> float | None:
 
 
 def to_markdown(record: Row) -> str:
-    """Tables of a record, as the documentation shows them."""
+    """Return a record as the tables of the documentation."""
     rows, lines = record["rows"], []
-    versions = ", ".join(f"{name} {found}" for name, found in record["versions"].items() if found)
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items() if version)
     rounds = " and ".join(f"{record['rounds'][part]} ({part})" for part in PARTS)
     where = f"{record['machine']}, {record['threads']} thread{'s' * (record['threads'] > 1)}, {record['date']}"
     lines.append(f"`{record['command']}`, {where}, best of {rounds} turns; {versions}.")
@@ -197,9 +201,9 @@ def to_markdown(record: Row) -> str:
         head += ["cache MiB", "peak MiB", *(["prompt tokens/s"] if part == "model" else [])]
         lines += ["", f"| {' | '.join(head)} |", "|---|---|" + "---:|" * (len(head) - 2)]
         for name in dict.fromkeys(row["name"] for row in rows if row["part"] == part):
-            held = [row for row in rows if row["part"] == part and row["name"] == name]
-            for level in dict.fromkeys(row["level"] for row in held if "failed" not in row) or [None]:
-                alike = [row for row in held if row.get("level") == level]
+            selected = [row for row in rows if row["part"] == part and row["name"] == name]
+            for level in dict.fromkeys(row["level"] for row in selected if "failed" not in row) or [None]:
+                alike = [row for row in selected if row.get("level") == level]
                 lines.append(_line(alike, lengths, rows))
     reasons = [
         f"- {row['name']} ({row['part']}, {row['tokens']}): {row.get('failed') or row['prefill_failed']}."
@@ -212,7 +216,7 @@ def to_markdown(record: Row) -> str:
 
 
 def _line(alike: list[Row], lengths: list[int], rows: list[Row]) -> str:
-    """One contender at one level, at all lengths."""
+    """Return the table line of one contender at one level, at all lengths."""
     by_length = {row["tokens"]: row for row in alike}
     part, bits = alike[0]["part"], alike[0]["bits"]
     cells = [alike[0]["name"], alike[0].get("level") or "", "" if bits is None else f"{bits:g}"]
@@ -232,7 +236,7 @@ def _line(alike: list[Row], lengths: list[int], rows: list[Row]) -> str:
 
 
 def sentence(verdict: Row) -> str:
-    """What a comparison at equal bits came to."""
+    """Return the result of a comparison at equal bits as a sentence."""
     ours = f"{verdict['part']}, {verdict['tokens']} tokens, {verdict['bits']:g} bits: ours take {verdict['ours_ms']:.2f} ms"
     theirs = f"{verdict['peer_ms']:.2f} ms of {verdict['peer']}"
     by = f"{verdict['ratio']:.2f} of the {theirs}"
@@ -253,12 +257,12 @@ def installed() -> dict[str, str | None]:
 
 
 def settings_of(arguments: list[str] | None) -> argparse.Namespace:
-    """Arguments of the command line, checked before anything is prepared."""
+    """Return the arguments of the command line, checked before anything is prepared."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", default="8192,32768", help="lengths, multiples of 32")
     parser.add_argument("--levels", default="all", help="instruction-set levels of ours, such as avx2,avx512")
     parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--only", help="contenders by name, with commas between them; all by default")
+    parser.add_argument("--only", help="names of contenders, separated by commas; all by default")
     parser.add_argument("--rounds", type=int, default=6, help="turns of each contender; a third as many for the model")
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of the prompt that is read twice; 0 for none")
     parser.add_argument("--threads", type=int, default=1)
@@ -274,14 +278,14 @@ def settings_of(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"--tokens must be multiples of 32, from 32, got {wrong[0]}")
     options.tokens = [int(text) for text in lengths]
     if unknown := [part for part in options.parts if part not in PARTS]:
-        parser.error(f"--parts must be of {', '.join(PARTS)}, got {unknown[0]}")
-    for name, least in (("rounds", 1), ("threads", 1), ("prompt", 0)):
-        if getattr(options, name) < least:
-            parser.error(f"--{name} must be at least {least}, got {getattr(options, name)}")
-    known = {name for part in options.parts for name in contenders(part)}
-    options.only = options.only.split(",") if options.only else list(known)
-    if unknown := [name for name in options.only if name not in known]:
-        parser.error(f"--only: no contender {unknown[0]!r}; there are {', '.join(sorted(known))}")
+        parser.error(f"--parts must be some of {', '.join(PARTS)}, got {unknown[0]}")
+    for name, minimum in (("rounds", 1), ("threads", 1), ("prompt", 0)):
+        if getattr(options, name) < minimum:
+            parser.error(f"--{name} must be at least {minimum}, got {getattr(options, name)}")
+    known_names = {name for part in options.parts for name in contenders(part)}
+    options.only = options.only.split(",") if options.only else list(known_names)
+    if unknown := [name for name in options.only if name not in known_names]:
+        parser.error(f"--only: no contender {unknown[0]!r}; there are {', '.join(sorted(known_names))}")
     if options.show and not options.show.exists():
         parser.error(f"--show: no file {options.show}")
     if not options.show:
@@ -290,7 +294,7 @@ def settings_of(arguments: list[str] | None) -> argparse.Namespace:
         except ValueError as error:
             parser.error(f"--levels: {error}")
         for level in (*options.levels, env.cpu_level()):
-            use(level)  # compiles what is missing before anybody waits for it
+            use(level)  # compile missing kernels before any contender is timed
     return options
 
 
@@ -305,7 +309,7 @@ def main(arguments: list[str] | None = None) -> None:
         for part in options.parts:
             names = [name for name in contenders(part) if name in options.only]
             for tokens in options.tokens:
-                # A prompt takes what it takes, whatever was held before: it is read behind the last length only.
+                # The time of a prompt does not depend on the cached tokens, so it is read with the last length only.
                 prompts = PROMPTS if options.prompt and tokens == options.tokens[-1] else 0
                 setting = Setting(tokens, options.prompt, options.threads, options.levels, folder)
                 rows += run(part, names, setting, rounds[part], prompts)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contenders in processes of their own that take turns, so that whatever slows the machine down slows all of them alike.
+"""Contenders in processes of their own that take turns, so that a slow phase of the machine slows all of them alike.
 
-A process prepares one contender, says what it answers and what it holds, and is then asked for a turn, round after round:
+A process prepares one contender, reports its answers and its bytes, and then takes a turn at each request:
 
     python -m benchmarks.cpu_turns layer "ours int4" '{"tokens": 8192, ...}'
 
-serves requests, one JSON object a line, from its standard input. What it measures is handed over the same way. Such a process
-imports nothing that its contender does not need: its memory is reported.
+serves requests from its standard input and writes figures to its standard output, one JSON object a line. Such a process
+imports only what its contender needs, because its memory is reported.
 """
 
 from __future__ import annotations
@@ -35,20 +35,23 @@ from benchmarks.gpu_parts import ROOT, reason
 
 Array = npt.NDArray[Any]
 EXACT = "exact"
-"""Stands for what the answers are judged by, instead of a contender."""
+"""Name of the reference answers, used in the place of a contender."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What contenders are prepared for: `tokens` that are held, and a `prompt` to read where they read prompts."""
+    """Problem that contenders are prepared for."""
 
     tokens: int
+    """Tokens in the cache."""
     prompt: int
+    """Length of the prompt, for contenders that read prompts."""
     threads: int
+    """Threads of a contender."""
     levels: tuple[str, ...]
-    """Instruction-set levels that ours take their turns at, slowest first."""
+    """Instruction-set levels at which ours take their turns, slowest first."""
     folder: str
-    """Where files are kept that several contenders need."""
+    """Folder for files that several contenders need."""
 
 
 @dataclass
@@ -56,28 +59,29 @@ class Built:
     """A contender that is ready."""
 
     step: Callable[[], Array]
-    """Makes one decode step; returns what is judged."""
+    """Runs one decode step; returns the answer that is compared with the reference."""
     cache_bytes: int
-    """What it holds of the tokens."""
-    around: Callable[[], AbstractContextManager[object]] = nullcontext
-    """What the steps of a turn run in."""
+    """Bytes of the cached tokens."""
+    turn_context: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Context in which the steps of a turn run."""
     prefill: Callable[[], object] | None = None
-    """Reads a prompt into a cache of its own."""
+    """Reads a prompt into a new cache."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """How to prepare one."""
+    """Recipe of a contender."""
 
     bits: float | None
-    """Per value; None where bits are not what it is about."""
+    """Bits per value; None where bits do not describe the contender."""
     build: Callable[[Setting], Built]
     judged: bool = True
-    """Whether what it answers means something."""
+    """Whether its answer is compared with the reference."""
     every_level: bool = True
+    """Whether ours take turns at every level."""
 
     def levels(self, name: str, setting: Setting) -> tuple[str | None, ...]:
-        """Levels that it takes turns at; others than ours choose for themselves."""
+        """Return the levels at which it takes turns; contenders that are not ours choose for themselves."""
         if not name.startswith("ours"):
             return (None,)
         return setting.levels if self.every_level else setting.levels[-1:]
@@ -90,11 +94,8 @@ class WorkerError(RuntimeError):
 class Worker:
     """A process that serves one contender.
 
-    Args:
-        part: what is measured: `layer` or `model`.
-        name: of the contender.
-        setting: what it is prepared for.
-        seconds: that any request may take.
+    Args: part: what is measured: `layer` or `model`. name: name of the contender. setting: problem that it is prepared for.
+    seconds: time limit of a request.
     """
 
     def __init__(self, part: str, name: str, setting: Setting, seconds: float) -> None:
@@ -108,10 +109,10 @@ class Worker:
         )  # fmt: skip
 
     def ask(self, request: str | None = None) -> dict[str, Any]:
-        """Return the answer to a request, or what the process says first.
+        """Return the answer to a request, or the first message of the process.
 
         Raises:
-            WorkerError: it says why it cannot, dies, or takes too long.
+            WorkerError: the process reports a fault, dies, or takes too long.
         """
         assert self.process.stdin is not None  # noqa: S101 - both are pipes
         assert self.process.stdout is not None  # noqa: S101
@@ -144,7 +145,7 @@ class Worker:
 
 
 def serve(part: str, name: str, setting: Setting, say: Callable[..., None]) -> None:
-    """Prepare a contender and take the turns that are asked for."""
+    """Prepare a contender and take a turn for each request."""
     module = importlib.import_module(f"benchmarks.cpu_{part}")
     if name == EXACT:
         say(answers=module.exact(setting).tolist())
@@ -155,14 +156,14 @@ def serve(part: str, name: str, setting: Setting, say: Callable[..., None]) -> N
     answers = []
     for level in contender.levels(name, setting):
         _use(level)
-        with built.around():
+        with built.turn_context():
             answers.append(built.step().astype(float).ravel().tolist())
     say(answers=answers, cache_bytes=built.cache_bytes, prefills=built.prefill is not None)
     _forget_peak()
 
     def turn(level: str | None) -> float:
         _use(level)
-        with built.around():
+        with built.turn_context():
             for _ in range(module.WARM_STEPS):
                 built.step()
             streamed.sum()
@@ -191,7 +192,7 @@ def _use(level: str | None) -> None:
 
 
 def _forget_peak() -> None:
-    """Let what preparing took be no part of the peak."""
+    """Reset the peak memory, so that it does not include the preparation."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
@@ -205,14 +206,14 @@ def _peak_bytes() -> int:
 def main() -> None:
     part, name, setting = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries print what they like
+    os.dup2(2, 1)  # libraries may print to standard output
 
     def say(**answer: Any) -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
-    held = json.loads(setting)
+    values = json.loads(setting)
     try:
-        serve(part, name, Setting(**{**held, "levels": tuple(held["levels"])}), say)
+        serve(part, name, Setting(**{**values, "levels": tuple(values["levels"])}), say)
     except Exception as error:
         say(failed=reason(error))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registers, local memory and instructions of a compiled CUDA kernel, by the tools that come with triton."""
+"""Registers, local memory and instructions of a compiled CUDA kernel, read with the tools that come with triton."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
 def resource_usage(cubin: bytes) -> tuple[int, int]:
-    """Return registers per thread and bytes of local memory per thread, which are those of spills."""
-    found = re.search(r"REG:(\d+) STACK:(\d+)", dump("cuobjdump", "--dump-resource-usage", cubin=cubin))
-    if found is None:
+    """Return the registers per thread and the bytes of local memory per thread, which hold spilled registers."""
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", dump("cuobjdump", "--dump-resource-usage", cubin=cubin))
+    if usage is None:
         raise RuntimeError("cuobjdump reports no resource usage")
-    return int(found[1]), int(found[2])
+    return int(usage[1]), int(usage[2])
 
 
 def disassemble(cubin: bytes) -> str:

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time per generated token and cache size, ours against the caches of transformers, side by side in one process.
 
-A random Llama (8 layers, hidden 1024, 16 query and 4 kv heads, head dim 64, bfloat16) decodes behind a cache that is filled
-with random pairs; runs of all caches are interleaved, one thread, and medians are compared.
+A random Llama (8 layers, hidden 1024, 16 query and 4 kv heads, head dim 64, bfloat16) decodes with a cache that is filled with
+random pairs; runs of all caches are interleaved, on one thread, and medians are compared.
 
     python benchmarks/decode.py [--contexts 8192,32768] [--methods "kivi:bits=2 + quest:budget=1024" ...] [--rounds 7]
                                 [--levels avx2,avx512] [--out benchmarks/results/decode_cpu.json]
 
 Ours run at each of the instruction-set levels that `--levels` names, `all` for every one that this processor has, in turn; by
-default at the fastest, or the one that `KVPRESS_CPU_LEVEL` asks for. A token that is read from fewer bits should take no
-longer than one that is read as it was: rows that miss their goal (`GOALS`) are named, and in the results. `--methods` adds
-rows: specs as `kvpress.get_press` takes them, named by themselves. What a press evicts is drawn at random, as many pairs as
-it would keep. quanto is compared where `optimum-quanto` is installed (extra `bench`). The last line is one JSON object.
+default at the fastest, or the one of `KVPRESS_CPU_LEVEL`. A decode step that reads fewer bits should take no longer than one on
+the dense cache: rows that miss their goal (`GOALS`) are printed and stored in the results. `--methods` adds rows, which are
+specs of `kvpress.get_press`. Evicted pairs are drawn at random; as many are kept as the press would keep. quanto is compared
+where `optimum-quanto` is installed (extra `bench`). The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ OURS: dict[str, tuple[str, tuple[float, ...] | None]] = {
     "ours off": ("none", None),
     "ours 50% uniform": ("none", (0.5,) * 4),
     "ours 50% head-wise": ("none", (0.9, 0.6, 0.4, 0.1)),
-    # Groups as large as quanto's, so that both spend about as much on scales.
+    # Groups of the size of quanto's, so that both spend about as many bits on scales.
     "ours kivi 4 bit": ("kivi:bits=4,group_size=(128,64),residual_length=0", None),
     "ours kivi 4 bit, g 32": ("kivi:bits=4", None),
     "ours kivi 3 bit, g 32": ("kivi:bits=3", None),
@@ -71,7 +71,7 @@ OURS: dict[str, tuple[str, tuple[float, ...] | None]] = {
     "ours double sparsity 1/16": ("double_sparsity", None),
     "ours tidal decode 1/16": ("tidal_decode:budget=0.0625", None),
 }
-"""Name -> spec, and the share of its pairs that each head keeps, where pairs are evicted."""
+"""Name -> spec, and the share of pairs that each head keeps, where pairs are evicted."""
 
 GOALS = {
     "ours kivi 4 bit": 1.0,
@@ -88,20 +88,20 @@ GOALS = {
     "ours gear_l 2 bit": 1.5,
     "ours gear 2 bit": 1.5,
 }
-"""Most that a token may take, over one of `ours off` at the same level; meant for long contexts, such as 32768 tokens."""
+"""Longest time of a token, as a multiple of that of `ours off` at the same level; for long contexts, such as 32768 tokens."""
 
 for _entry in kvpress.list_presses():
     _listed = any(spec.partition(":")[0] == _entry.name for spec, _ in OURS.values())
     if _entry.role != "quantise" or not _entry.press.__module__.startswith("kvpress.") or _listed:
         continue
-    # These ask the queries of a prompt, or for scales that were learned for the model.
+    # These need the queries of a prompt, or scales that were learned for the model.
     if _entry.name not in ("think", "leank"):
         OURS[f"ours {_entry.name}"] = _entry.example, None
         GOALS[f"ours {_entry.name}"] = 1.5 if _entry.name == "aquakv" else 1.0  # codes of keys are read twice
 
 
 class RandomBooks(kvpress.CoupledQuantPress):
-    """Coupled quantisation with books drawn at random: reading costs the same whatever is in them."""
+    """Coupled quantisation with random codebooks: the time of a read does not depend on their values."""
 
     def found(self) -> Calibration:
         channels = pair("coupled", self.coupled)[0]
@@ -109,12 +109,12 @@ class RandomBooks(kvpress.CoupledQuantPress):
         return Calibration({f"{layer}.{side}": book for layer in range(8) for side in ("keys", "values")}, {})
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
-        """There is no file to check."""
+        """Skip the check of a file, as there is none."""
         return super().recipe()
 
 
 class RandomLevels(kvpress.KVQuantPress):
-    """KVQuant with even levels and ranges drawn at random, which cost as much to read as any."""
+    """KVQuant with even levels and random ranges, which cost as much to read as calibrated ones."""
 
     def found(self) -> Calibration:
         reach = 1 + torch.rand(4, 64, generator=torch.Generator().manual_seed(0))
@@ -123,12 +123,12 @@ class RandomLevels(kvpress.KVQuantPress):
         return Calibration({f"{n}.{name}": tensor for n in range(8) for name, tensor in of_layer.items()}, {})
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
-        """There is no file to check."""
+        """Skip the check of a file, as there is none."""
         return super().recipe()
 
 
 class RandomEnergies(kvpress.BlockGTQPress):
-    """Block-GTQ with energies drawn at random over some decades: which channel a bit belongs to costs the same for all."""
+    """Block-GTQ with random energies over some decades: the time does not depend on which channel gets which bits."""
 
     def found(self) -> Calibration:
         energy = (4 * torch.randn(4, 32, generator=torch.Generator().manual_seed(0))).exp()
@@ -136,28 +136,28 @@ class RandomEnergies(kvpress.BlockGTQPress):
         return Calibration({f"{n}.{name}": tensor for n in range(8) for name, tensor in of_layer.items()}, {})
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
-        """There is no file to check."""
+        """Skip the check of a file, as there is none."""
         return super().recipe()
 
 
 class RandomPredictors(kvpress.AquaKVPress):
-    """AQUA-KV with levels and predictors drawn at random, which cost as much to read as any."""
+    """AQUA-KV with random levels and predictors, which cost as much to read as calibrated ones."""
 
     def found(self) -> Calibration:
-        drawn, of_layer = torch.Generator().manual_seed(0), {}
+        generator, of_layer = torch.Generator().manual_seed(0), {}
         for b in (2, 3, 4):
-            of_layer[f"keys.{b}"] = torch.randn(4, 64, 2**b, 1, generator=drawn)
-            of_layer[f"weight.{b}"] = torch.randn(4, 64, 64, generator=drawn)
-            of_layer[f"offset.{b}"] = torch.randn(4, 64, generator=drawn)
+            of_layer[f"keys.{b}"] = torch.randn(4, 64, 2**b, 1, generator=generator)
+            of_layer[f"weight.{b}"] = torch.randn(4, 64, 64, generator=generator)
+            of_layer[f"offset.{b}"] = torch.randn(4, 64, generator=generator)
         return Calibration({f"{n}.{name}": tensor for n in range(8) for name, tensor in of_layer.items()}, {})
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
-        """There is no file to check."""
+        """Skip the check of a file, as there is none."""
         return super().recipe()
 
 
 class RandomChannels(kvpress.DoubleSparsityPress):
-    """Double Sparsity with channels drawn at random, which cost as much to read as any."""
+    """Double Sparsity with random channels, which cost as much to read as calibrated ones."""
 
     def known_channels(self, model: Any) -> Channels:
         generator = torch.Generator().manual_seed(0)
@@ -171,7 +171,7 @@ STAND_INS = {
     kvpress.AquaKVPress: RandomPredictors,
     kvpress.DoubleSparsityPress: RandomChannels,
 }
-"""Presses that need a calibration, which this model has none of."""
+"""Presses that need a calibration file, which this model does not have."""
 
 
 def press_of(spec: str) -> Any:
@@ -192,7 +192,7 @@ def build_model() -> LlamaForCausalLM:
         max_position_embeddings=131072,
     )
     torch.manual_seed(0)
-    # Not `.to(torch.bfloat16)`, which would round the angles of the rotary embedding too, as loading a model does not.
+    # Not `.to(torch.bfloat16)`, which would also round the angles of the rotary embedding; loading a model does not do that.
     return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
@@ -220,7 +220,7 @@ def keep_half(store: KVStore, shares: tuple[float, ...]) -> None:
 
 
 def ours(model: Any, press: Any, context: int, shares: tuple[float, ...] | None = None) -> DynamicCache:
-    """Fill a cache of ours with the same random pairs, evicted or encoded as a prefill would leave it."""
+    """Fill a cache of ours with the same random pairs, evicted or encoded as a prefill would leave them."""
     layers, recipe = [], press.recipe()
     angles = Angles()
     for index in range(8):
@@ -232,7 +232,7 @@ def ours(model: Any, press: Any, context: int, shares: tuple[float, ...] | None 
         if codec is not None:
             layer.store.settle(codec, Sealing(layer.store.heads))
         for segment in layer.store.segments:
-            # Those in a basis are coded behind their rotary embedding.
+            # Pairs in a basis are encoded after their rotary embedding.
             if isinstance(segment, CodedSegment) and segment.key_basis is None:
                 angles.grow(context, partial(model.model.rotary_emb, torch.zeros(1)), torch.device("cpu"), "Llama")
                 segment.rotation = KeyRotation(angles)
@@ -244,7 +244,7 @@ def ours(model: Any, press: Any, context: int, shares: tuple[float, ...] | None 
 
 
 def held_bytes(cache: Any) -> int:
-    """Bytes of every tensor that hangs on a cache of transformers."""
+    """Return the bytes of every tensor that a cache of transformers refers to."""
     tensors: list[Tensor] = []
     stack, seen = [layer.__dict__ for layer in cache.layers], set()
     while stack:
@@ -272,14 +272,14 @@ def contenders(
     def packed(cache: Any) -> dict[str, Any]:
         return {"attention_mask": torch.ones(1, 1, 1, cache.get_seq_length() + 1, dtype=torch.bool)}
 
-    found: dict[str, Any] = {
+    caches: dict[str, Any] = {
         "dynamic (sdpa, gqa)": (fill(DynamicCache(), context), None, plain),
         "dynamic (sdpa, packed)": (fill(DynamicCache(), context), None, packed),
         "static": (fill(StaticCache(config=model.config, max_cache_len=context + 256), context), None, plain),
     }
     try:
         quanto = QuantizedCache(backend="quanto", config=model.config, nbits=4)
-        found["quanto 4 bit"] = (fill(quanto, context), None, packed)
+        caches["quanto 4 bit"] = (fill(quanto, context), None, packed)
     except ImportError as missing:
         print(f"quanto is left out: {missing}")
     for name, (spec, shares) in (OURS | {spec: (spec, None) for spec in methods}).items():
@@ -287,13 +287,13 @@ def contenders(
         kept = press.recipe().kept(context)
         if shares is None and kept < context:
             shares = (kept / context,) * 4
-        found[name] = (ours(model, press, context, shares), press, plain)
-    return found
+        caches[name] = (ours(model, press, context, shares), press, plain)
+    return caches
 
 
 @torch.no_grad()
 def time_token(model: Any, cache: Any, press: Any, extra: Callable[[Any], dict[str, Any]]) -> float:
-    """Milliseconds per token over a few steps."""
+    """Return the milliseconds per token over a few steps."""
     token = torch.tensor([[5]])
 
     def run() -> float:
@@ -328,8 +328,8 @@ def measure(
     for level in levels:
         for name, (cache, press, _) in table.items():
             size = held_bytes(cache) if press is None else kvpress.memory_report(cache).total_bytes
-            taken = times[name, levels[0] if press is None else level]
-            row = {"median_ms": statistics.median(taken), "min_ms": min(taken), "mib": size / 2**20}
+            samples = times[name, levels[0] if press is None else level]
+            row = {"median_ms": statistics.median(samples), "min_ms": min(samples), "mib": size / 2**20}
             rows[level][name] = row | {"bytes": size / uncompressed}
             print(
                 f"{context:7d}  {level:12s} {name:40s} {row['median_ms']:8.1f} ms (min {row['min_ms']:8.1f})"
@@ -345,13 +345,13 @@ def measure(
 
 
 def missed(rows: dict[str, Any]) -> dict[str, float]:
-    """Rows of one level that take longer than their goal, as times over `ours off`."""
+    """Return the rows of one level that take longer than their goal, as multiples of `ours off`."""
     shares = {name: rows[name]["median_ms"] / rows["ours off"]["median_ms"] for name in GOALS}
     return {name: share for name, share in shares.items() if share > GOALS[name]}
 
 
 def ratios(rows: dict[str, Any]) -> dict[str, Any]:
-    """Times as ours over theirs, bytes as a fraction of the uncompressed cache."""
+    """Return times as ours over theirs, bytes as a fraction of the uncompressed cache."""
 
     def ms(name: str) -> float:
         return float(rows[name]["median_ms"])
@@ -390,7 +390,9 @@ def main() -> None:
     model = build_model()
     contexts = [int(context) for context in options.contexts.split(",")]
     rows = {context: measure(model, context, options.rounds, options.methods, levels) for context in contexts}
-    summary = {str(context): {level: ratios(held) for level, held in rows[context].items()} for context in contexts}
+    summary = {
+        str(context): {level: ratios(level_rows) for level, level_rows in rows[context].items()} for context in contexts
+    }
     if options.out:
         record = {
             "date": date.today().isoformat(),

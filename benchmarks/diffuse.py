@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masked diffusion: tokens a pass, time per token and bytes held, without a cache, with both caches and with Sparse-dLLM.
+"""Masked diffusion: tokens per pass, time per token and held bytes, without a cache, with both caches and with Sparse-dLLM.
 
 python benchmarks/diffuse.py --length 2048 --new 128 --threads 8
 python benchmarks/diffuse.py --length 2048 --new 128 --steps 8 --rounds 1 --threads 2
 python benchmarks/diffuse.py --check
 
-A random Llama, or a model that is named, writes behind a random prompt. Weights do not change the time of a step on a fixed
-schedule; how many tokens reach a threshold says something of a trained model only. Without a cache every step reads everything,
-which is nearly all of the time: 3 * 128 times in the first command, 32 in the second, of 56 whole passes in all. Passes and
-tokens read are compared with the formula of docs/diffusion.md; `--check` does so for a small case and is done in seconds.
+A random Llama, or the model of `--model`, continues a random prompt. Weights do not change the time of a step on a fixed
+schedule; the number of tokens that reach a threshold is meaningful for a trained model only. Without a cache every step reads
+the full sequence, which takes most of the time: 3 * 128 passes in the first command, 32 in the second, which has 56 full passes
+in all. Passes and tokens read are compared with the formula of docs/diffusion.md; `--check` does so for a small case in
+seconds.
 """
 
 from __future__ import annotations
@@ -36,59 +37,59 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def measure(model: Any, ids: torch.Tensor, way: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Run one way of reading a few times; returns its figures, the time being the median."""
+    """Run one way of reading a few times; return its figures, with the median time."""
     settings = {"new_tokens": args.new, "block_length": args.block, "mask_token": 3, **WAYS[way]}
     settings |= {"steps": args.steps} if args.threshold is None else {"threshold": args.threshold}
     if "press" in settings:
         settings["press"] = kvpress.get_press(settings["press"].format(block=args.block))
-    taken = []
+    times = []
     for _ in range(args.rounds):
         started = time.perf_counter()
-        found = kvpress.diffuse(model, ids, **settings)
+        result = kvpress.diffuse(model, ids, **settings)
         if ids.device.type == "cuda":
             torch.cuda.synchronize()
-        taken.append(time.perf_counter() - started)
-    seconds = sorted(taken)[len(taken) // 2]
+        times.append(time.perf_counter() - started)
+    seconds = sorted(times)[len(times) // 2]
     return {
         "way": way,
-        "forwards": found.forwards,
-        "full_forwards": found.full_forwards,
-        "fed_tokens": found.fed_tokens,
-        "steps": found.steps,
-        "tokens_per_forward": found.tokens_per_forward,
+        "forwards": result.forwards,
+        "full_forwards": result.full_forwards,
+        "fed_tokens": result.fed_tokens,
+        "steps": result.steps,
+        "tokens_per_forward": result.tokens_per_forward,
         "ms_per_token": 1000 * seconds / args.new,
-        "held_bytes": 0 if found.cache is None else kvpress.memory_report(found.cache).total_bytes,
+        "held_bytes": 0 if result.cache is None else kvpress.memory_report(result.cache).total_bytes,
     }
 
 
 def check(row: dict[str, Any], args: argparse.Namespace) -> None:
-    """Compare what a way took with the formula.
+    """Compare the passes and tokens of a way with the formula.
 
     Raises:
         ValueError: they differ.
     """
-    settings, passes, whole, fed = WAYS[row["way"]], 0, 0, 0
+    settings, passes, full_passes, fed = WAYS[row["way"]], 0, 0, 0
     total = args.length + args.new
-    for first, taken in zip(range(args.length, total, args.block), row["steps"], strict=True):
-        full = taken if settings["cache"] == "none" else min(taken, settings.get("full_steps", 1))
+    for first, steps in zip(range(args.length, total, args.block), row["steps"], strict=True):
+        full = steps if settings["cache"] == "none" else min(steps, settings.get("full_steps", 1))
         block = min(args.block, total - first)
         short = total - first if settings["cache"] == "prefix" else block
-        passes, whole, fed = passes + taken, whole + full, fed + full * total + (taken - full) * short
-    found = (row["forwards"], row["full_forwards"], row["fed_tokens"])
-    if found != (passes, whole, fed * args.batch):
+        passes, full_passes, fed = passes + steps, full_passes + full, fed + full * total + (steps - full) * short
+    counts = (row["forwards"], row["full_forwards"], row["fed_tokens"])
+    if counts != (passes, full_passes, fed * args.batch):
         raise ValueError(
-            f"{row['way']}: took {found} passes, whole ones and tokens, not {(passes, whole, fed * args.batch)}"
+            f"{row['way']}: took {counts} passes, full passes and tokens instead of {(passes, full_passes, fed * args.batch)}"
         )
 
 
 def main() -> None:
     """Print a line for each way of reading."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="such as reference; a random Llama by default")
+    parser.add_argument("--model", help="model, such as reference; a random Llama by default")
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--block", type=int, default=32)
-    parser.add_argument("--steps", type=int, help="of a block; one token a step by default")
+    parser.add_argument("--steps", type=int, help="steps of a block; one token per step by default")
     parser.add_argument("--threshold", type=float)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--layers", type=int, default=8)

@@ -62,10 +62,10 @@ class FailedError(Exception):
 
     def __init__(self, verdict: str, reason: Any) -> None:
         super().__init__(verdict, reason)
-        self.verdict, self.reason = verdict, _said(reason)
+        self.verdict, self.reason = verdict, _one_line(reason)
 
 
-def _said(reason: Any) -> str:
+def _one_line(reason: Any) -> str:
     """Return a reason as one short line."""
     if not isinstance(reason, BaseException):
         return str(reason)
@@ -82,14 +82,14 @@ def _file(error: BaseException) -> str:
 
 @dataclass
 class Run:
-    """What a model said of a prompt and the tokens behind it, and the cache it left."""
+    """Logits of a model for a prompt and the tokens after it, and its cache afterwards."""
 
     logits: list[Tensor]
     cache: Any
 
 
 class Prompt:
-    """Random tokens to read and to follow."""
+    """Random prompt and random tokens that follow it."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -98,7 +98,7 @@ class Prompt:
 
     @torch.no_grad()
     def run(self, model: Any, cache: Any = None) -> Run:
-        """Read the prompt, then its followers one by one."""
+        """Read the prompt, then the following tokens one by one."""
         logits = []
         for ids in (self.ids, *self.next.split(1, dim=1)):
             out = model(input_ids=ids, **with_cache(cache), use_cache=True)
@@ -112,12 +112,12 @@ class Prompt:
     def generate(self, model: Any) -> Tensor:
         """Continue the prompt greedily."""
         mask = torch.ones_like(self.ids)
-        found: Tensor = model.generate(self.ids, attention_mask=mask, max_new_tokens=STEPS, do_sample=False)
-        return found
+        tokens: Tensor = model.generate(self.ids, attention_mask=mask, max_new_tokens=STEPS, do_sample=False)
+        return tokens
 
 
 class Oracle:
-    """The model's own attention, with the pairs of the prompt that are not in `kept` hidden from what follows it."""
+    """The model's own attention; later queries do not see those pairs of the prompt that are not in `kept`."""
 
     def __init__(self, model: Any, kept: list[list[list[Tensor]]], halved: Sequence[int]) -> None:
         self.model, self.kept, self.halved = model, kept, halved
@@ -128,7 +128,7 @@ class Oracle:
     def attention(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Attend as the model does, but to what is shown of the layer that the keys came from."""
+        """Attend as the model does, but only to the pairs of the keys' layer that are not evicted."""
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         run = ALL_ATTENTION_FUNCTIONS.get_interface(self.native, eager)
         layer = self.owner[id(key)][0] if id(key) in self.owner else self.last
@@ -137,20 +137,20 @@ class Oracle:
         return run(module, query, key, value, attention_mask, *args, **kwargs)
 
     def _recording(self, update: Callable[..., Any]) -> Callable[..., Any]:
-        """Return an `update` of caches that remembers which layer was asked last, and whose keys are whose."""
+        """Return an `update` of caches that remembers which layer was updated last, and which layer returned which keys."""
 
         def recorded(cache: Any, keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
-            found = update(cache, keys, values, layer, *args, **kwargs)
-            self.last, self.stored, self.owner[id(found[0])] = layer, found[0].shape[2], (layer, found[0])
-            return found
+            updated = update(cache, keys, values, layer, *args, **kwargs)
+            self.last, self.stored, self.owner[id(updated[0])] = layer, updated[0].shape[2], (layer, updated[0])
+            return updated
 
         return recorded
 
     def _shown(self, layer: int, stored: int) -> Tensor:
         """Return which of the `stored` columns of a layer are not evicted, `[B, H, stored]`."""
         shown = torch.ones(ROWS, len(self.kept[layer][0]), stored, dtype=torch.bool)
-        for row, own in enumerate(self.kept[layer]):
-            for head, kept in enumerate(own):
+        for row, heads in enumerate(self.kept[layer]):
+            for head, kept in enumerate(heads):
                 shown[row, head, :PROMPT] = False
                 shown[row, head, kept[kept < PROMPT]] = True
         return shown
@@ -165,7 +165,7 @@ class Oracle:
         return mask.masked_fill(~shown, torch.finfo(mask.dtype).min)
 
     def without_evicted(self, logits: Tensor) -> Tensor:
-        """Return logits of one query per head with the evicted pairs of the layer that was asked last hidden.
+        """Return logits of one query per head with the evicted pairs of the layer that was updated last hidden.
 
         They are `[B * Hq, 1, n]`, `[B, Hq, 1, n]` or `[B, streams, Hq, 1, n]`; further columns are of new tokens.
         """
@@ -178,7 +178,7 @@ class Oracle:
         return logits.masked_fill(~shown.reshape(logits.shape), float("-inf"))
 
     def run(self, prompt: Prompt) -> Run:
-        """Read everything with the oracle in the place of the attention, or of its softmax where a model has its own."""
+        """Read everything with the oracle instead of the attention, or of its softmax where a model has its own attention."""
         update, Cache.update = Cache.update, self._recording(Cache.update)
         try:
             if not all(uses_interface(module) for module in attention_modules(self.model)):
@@ -195,7 +195,7 @@ class Oracle:
 
 
 class HidingInSoftmax(TorchFunctionMode):
-    """Hides the pairs of an oracle wherever logits become weights."""
+    """Hides the pairs of an oracle wherever a softmax is computed."""
 
     def __init__(self, oracle: Oracle) -> None:
         super().__init__()
@@ -219,19 +219,19 @@ class HidingInSoftmax(TorchFunctionMode):
 
 def grown(cache: Any) -> list[int]:
     """Return the layers of a stock cache that hold a pair for every token."""
-    found = []
+    layers = []
     for index, layer in enumerate(_layers(cache)):
         keys = getattr(layer, "keys", None)
         if isinstance(keys, Tensor) and keys.dim() == 4 and keys.shape[2] == PROMPT + STEPS:
-            found.append(index)
-    return found
+            layers.append(index)
+    return layers
 
 
 def _layers(cache: Any) -> list[Any]:
     if isinstance(cache, Cache) and hasattr(cache, "layers") and cache.layers:
         return list(cache.layers)
-    own = getattr(cache, "self_attention_cache", None)
-    return [] if own is None else list(own.layers)
+    inner = getattr(cache, "self_attention_cache", None)
+    return [] if inner is None else list(inner.layers)
 
 
 def verdict(kind: str) -> Row:
@@ -243,13 +243,13 @@ def verdict(kind: str) -> Row:
 
 
 def _try(kind: str) -> bool:
-    """Return whether a model that works reads its cache by itself; raises what is wrong with others."""
+    """Return whether a working model reads its cache in its own attention; raise the fault of a model that does not work."""
     model, prompt = _or(UNBUILT, partial(tiny.tiny, kind)), Prompt()
     try:
         stock = _or(STOCK, partial(prompt.run, model))
     except FailedError as failed:
         if failed.verdict == IGNORED:
-            _allowed(model, SPEC)  # a press must say so
+            _allowed(model, SPEC)  # a press must raise the refusal
         raise
     _allowed(model, "none")
     with kvpress.get_press("none")(model):
@@ -264,15 +264,15 @@ def _try(kind: str) -> bool:
     with kvpress.get_press(SPEC)(model):
         half = _or(CRASHES, partial(prompt.run, model))
         kept = kvpress.kept_positions(getattr(half.cache, "self_attention_cache", half.cache))
-    whole = [layer for layer in halved if any(len(head) > PROMPT // 2 + STEPS for row in kept[layer] for head in row)]
-    if whole or not halved:
-        raise FailedError(IGNORED, f"cache layers {whole} hold all pairs" if halved else "no cache layer grows")
+    uncut = [layer for layer in halved if any(len(head) > PROMPT // 2 + STEPS for row in kept[layer] for head in row)]
+    if uncut or not halved:
+        raise FailedError(IGNORED, f"cache layers {uncut} hold all pairs" if halved else "no cache layer grows")
     _compare("with half the pairs evicted", half, Oracle(model, kept, halved).run(prompt))
     return any(reads_itself(module) for module in attention_modules(model) if cache_place(module) in halved)
 
 
 def _or(outcome: str, act: Callable[[], Any]) -> Any:
-    """Do something that may fail, with an outcome; what the library itself raises is a refusal."""
+    """Call `act`, which may fail with an outcome; an error raised by the library itself is a refusal."""
     try:
         return act()
     except FailedError:
@@ -283,7 +283,7 @@ def _or(outcome: str, act: Callable[[], Any]) -> Any:
 
 
 def _allowed(model: Any, spec: str) -> bool:
-    """Enter and leave a press, so that what it refuses is told from what a model does under it."""
+    """Enter and leave a press, so that its refusals are distinguished from failures of a model under it."""
 
     def enter() -> None:
         with kvpress.get_press(spec)(model):
@@ -293,8 +293,8 @@ def _allowed(model: Any, spec: str) -> bool:
     return True
 
 
-def _compare(when: str, found: Run, expected: Run) -> None:
-    for step, (ours, theirs) in enumerate(zip(found.logits, expected.logits, strict=True)):
+def _compare(when: str, actual: Run, expected: Run) -> None:
+    for step, (ours, theirs) in enumerate(zip(actual.logits, expected.logits, strict=True)):
         if not torch.allclose(ours, theirs, **CLOSE):
             raise FailedError(WRONG, f"logits differ by {(ours - theirs).abs().max():.2g} {when}, step {step}")
 
@@ -326,7 +326,7 @@ def _report(kind: str, send: Connection) -> None:
 
 
 def page(rows: Sequence[Row]) -> str:
-    """Return the page that says what became of each type."""
+    """Return the page with the verdict on each type."""
     counts = {name: sum(row.verdict == name for row in rows) for name in VERDICTS}
     ran = len(rows) - counts[UNBUILT] - counts[STOCK]
     today = f"{datetime.now(UTC):%Y-%m-%d}"
@@ -373,12 +373,12 @@ def page(rows: Sequence[Row]) -> str:
 def main() -> None:
     """Try the types and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--types", help="comma-separated; all by default")
+    parser.add_argument("--types", help="types, separated by commas; all by default")
     parser.add_argument("--out", type=Path, help="Markdown page to write")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    for kind in ("llama", "bert"):  # what many models import is imported once
+    for kind in ("llama", "bert"):  # import common modules once, before processes are forked
         verdict(kind)
     rows = []
     for kind in arguments.types.split(",") if arguments.types else tiny.TYPES:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How well fidelity to the full cache predicts the order of presses by tasks, on the reference model.
+"""Rank correlation of the fidelity to the full cache with the scores on tasks, over presses, on the reference model.
 
     python -m benchmarks.fidelity [--samples 10] [--texts 6] [--out benchmarks/results/fidelity.json]
 
 Every press is measured twice: by `kvpress fidelity` on texts of 512 + 128 tokens, which needs no labels, and by the exact match
-on all tasks of the reference model with contexts of 512 tokens, compressed before the question is known. Printed are the
-rank correlations of each figure with the mean over the tasks, turned such that 1 is the same order, and the seconds that
-each took. Finished cells of the tasks are kept in `--runs`, and what they took.
+on all tasks of the reference model with contexts of 512 tokens, compressed before the question is known. The rank correlations
+of each figure with the mean over the tasks are printed, with the sign such that 1 is the same order, and the seconds of each
+measurement. Finished cells of the tasks and their seconds are kept in `--runs`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def evicts_only(spec: str) -> bool:
 def measure_fidelity(
     presses: Sequence[str], texts: int, length: int, tokens: int
 ) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
-    """Return the figures of every press, and the seconds taken without and with those of the layers."""
+    """Return the figures of every press, and the seconds without and with the figures of layers."""
     config = RunConfig(lengths=(length,), samples=texts)
     engine = load_engine(config)
     ids = read_texts(config, engine, tokens)
@@ -82,16 +82,16 @@ def measure_fidelity(
         comparison = Comparison(engine, ids, length, batch_size=texts, layers=layers)
         print(f"{name}: {len(presses)} presses", flush=True)
         for press, fidelity in zip(presses, comparison.fidelities(presses), strict=True):
-            found = fidelity.row()
+            figures = fidelity.row()
             rows[press] |= {
-                figure: found[figure] for figure in (*FIGURES, "kept", "end_bits_per_value") if figure in found
+                figure: figures[figure] for figure in (*FIGURES, "kept", "end_bits_per_value") if figure in figures
             }
         seconds[name] = time.perf_counter() - started
     return rows, seconds
 
 
 def measure_tasks(presses: Sequence[str], samples: int, length: int, runs: Path) -> tuple[dict[str, Score], float]:
-    """Return the mean over all tasks of every press, in percent, and the seconds taken."""
+    """Return the mean over all tasks of every press, in percent, and the seconds."""
     started = time.perf_counter()
     rows = evaluate(
         "reference",
@@ -104,10 +104,10 @@ def measure_tasks(presses: Sequence[str], samples: int, length: int, runs: Path)
         threads=1,
         out=runs,
     )
-    taken = runs / "seconds.json"
-    seconds = time.perf_counter() - started + (json.loads(taken.read_text()) if taken.exists() else 0)
-    taken.write_text(json.dumps(seconds))
-    return {str(press): Score.of(found["score"]) for press, found in rows.groupby("press")}, seconds
+    seconds_file = runs / "seconds.json"
+    seconds = time.perf_counter() - started + (json.loads(seconds_file.read_text()) if seconds_file.exists() else 0)
+    seconds_file.write_text(json.dumps(seconds))
+    return {str(press): Score.of(cells["score"]) for press, cells in rows.groupby("press")}, seconds
 
 
 def correlations(rows: dict[str, dict[str, Any]], scores: dict[str, Score]) -> dict[str, dict[str, Any]]:
@@ -128,7 +128,7 @@ def correlations(rows: dict[str, dict[str, Any]], scores: dict[str, Score]) -> d
 
 
 def correlation(measure: Callable[..., Any], values: Sequence[float], tasks: Sequence[float]) -> float | None:
-    """Return a rank correlation; None where there is no order to compare."""
+    """Return a rank correlation; None where all values are equal."""
     return float(measure(values, tasks).statistic) if min(len(set(values)), len(set(tasks))) > 1 else None
 
 
@@ -141,7 +141,7 @@ def to_markdown(record: dict[str, Any]) -> str:
         cells = [groups[group][figure][name] for group in groups for name in ("spearman", "kendall")]
         shown = " | ".join("-" if cell is None else f"{cell:.2f}" for cell in cells)
         lines.append(f"| `{figure}` | {shown} |")
-    lines += ["", f"Seconds: {', '.join(f'{name} {taken:.0f}' for name, taken in record['seconds'].items())}.", ""]
+    lines += ["", f"Seconds: {', '.join(f'{name} {seconds:.0f}' for name, seconds in record['seconds'].items())}.", ""]
     lines += ["| press | tasks % | KL mean | same top token % | perplexity | output error | isolated | recall % |"]
     lines += ["|---" + "|---:" * 7 + "|"]
     for press, row in sorted(record["rows"].items(), key=lambda item: -item[1]["tasks"]["mean"]):
@@ -156,10 +156,10 @@ def to_markdown(record: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--presses", nargs="+", default=PRESSES)
-    parser.add_argument("--samples", type=int, default=10, help="of each task")
+    parser.add_argument("--samples", type=int, default=10, help="samples of each task")
     parser.add_argument("--texts", type=int, default=6)
     parser.add_argument("--length", type=int, default=LENGTH, help="tokens of a context")
-    parser.add_argument("--tokens", type=int, default=TOKENS, help="tokens that follow, for fidelity")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="tokens after the context, for fidelity")
     parser.add_argument("--runs", type=Path, default=Path("runs/fidelity"))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/fidelity.json"))
     options = parser.parse_args()

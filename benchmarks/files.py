@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time to the first token of a question: behind a cache that is loaded from a file, and behind one that is read again.
+"""Time to the first token after a question: with a cache that is loaded from a file, and with a prompt that is read again.
 
 python benchmarks/files.py --length 32768 --press none --press frontier:smaller=10
 python benchmarks/files.py --model reference --length 2048
 
-A random Llama in bfloat16, or a model that is named, reads a random prompt under every press and writes its cache; then a short
-question is asked behind the file, with and without a comparison of the digests, and behind a prompt that is read again.
+A random Llama in bfloat16, or the model of `--model`, reads a random prompt under every press and writes its cache; then it
+reads a short question after the loaded cache, with and without a comparison of the digests, and after the prompt itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvpress.hf.models import with_cache
 
 
 def first_token(model: Any, press: Any, make: Callable[[], Any]) -> tuple[float, int]:
-    """Seconds until the first token after a question behind the cache that `make` returns, and the token."""
+    """Return the seconds until the first token after a question, with the cache that `make` returns, and the token."""
     question = torch.arange(3, 19)[None]
     started = time.perf_counter()
     cache = make()
@@ -37,7 +37,7 @@ def first_token(model: Any, press: Any, make: Callable[[], Any]) -> tuple[float,
 def main() -> None:
     """Print a line for each press, and write all as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="such as reference; a random one by default")
+    parser.add_argument("--model", help="model, such as reference; a random Llama by default")
     parser.add_argument("--length", type=int, default=32768)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=1024)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a cache can be cut to, and what it costs: accuracy of presses at equal held bytes, on the reference model.
+"""Smallest caches and their cost: accuracy of presses at equal held bytes, on the reference model.
 
     python benchmarks/frontier.py [--every] [--only FAMILY ...] [--samples 48] [--lengths 1024] [--smaller 10 20 50]
         [--model FOLDER]
     python benchmarks/frontier.py --draw RESULTS ... --figure PNG
 
-At every size each scorer keeps what fits, alone in 16 bits and composed with quantised storage, and `frontier` decides all
-itself. `--every` takes all evicting presses that need no file made for the model, in the place of a few good ones. Held bytes
-are those of the compressed context, everything counted, before the question comes; ratios and budgets are solved for on the
-model. `worst` is the task that loses most against the full cache. Intervals are those of a bootstrap over contexts, of
-differences paired; finished cells are kept in `--runs`, so that a stopped run continues.
+At every size each scorer keeps as many pairs as fit, alone in 16 bits and composed with quantised storage; `frontier` chooses
+pairs and bits itself. `--every` measures all evicting presses that need no file made for the model, instead of a few good ones.
+Held bytes are all bytes of the compressed context before the question is read; ratios and budgets are solved for on the model.
+`worst` is the task that loses most against the full cache. Intervals are those of a bootstrap over contexts, of differences
+paired; finished cells are kept in `--runs`, so that a stopped run continues.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from kvpress.plan import Geometry, plan
 SCORERS = ("leverage_score", "compactor", "keydiff")
 ALONE = ("leverage_score", "expected_attention:epsilon=0.02")
 BITS = {2: 8, 5: 4, 10: 4, 20: 3, 50: 2}
-"""Bits of composed presses by size: of those with a kernel the ones that leave a tenth of the pairs or more."""
+"""Bits of composed presses by size: the widths with a kernel that leave a tenth of the pairs or more."""
 GROUP = 32
 PER_PAIR = "frontier per pair"
 GREY, ENDS = "#999999", ("low", "high")
 SHOWN = 6
-"""Presses of each size that the table shows, the best by their mean."""
+"""Number of presses of each size that the table shows, the best by their mean."""
 NAMED = 5
-"""Families that a figure tells apart; the others are grey."""
+"""Number of families with a colour of their own in a figure; the others are grey."""
 
 
 def plain(scorer: str, bits: int, budget: int) -> str:
-    """Return the press that keeps `budget` pairs a head, 16 bits for no codec."""
+    """Return the press that keeps `budget` pairs a head; 16 bits means no codec."""
     evict = f"{scorer}{',' if ':' in scorer else ':'}budget={budget}"
     return evict if bits == 16 else f"{evict} + kivi:bits={bits},group_size={GROUP},residual_length=0"
 
@@ -59,7 +59,7 @@ def plain(scorer: str, bits: int, budget: int) -> str:
 def solved(engine: Engine, ids: torch.Tensor, spec: Callable[[int], str], smaller: float, step: int) -> str:
     """Return the press with about the largest multiple of `step` as budget whose cache is at least `smaller` times smaller.
 
-    Plans say about which; of that one and its neighbours it is measured what a context really holds.
+    Plans give a first budget; for it and its neighbours, the held bytes of a context are measured.
     """
     geometry = Geometry.of(engine.model.config)
     low, high = 0, ids.shape[1] // step
@@ -69,8 +69,8 @@ def solved(engine: Engine, ids: torch.Tensor, spec: Callable[[int], str], smalle
         low, high = (middle, high) if planned.total_bytes * smaller <= planned.uncompressed_bytes else (low, middle)
 
     def fits(count: int) -> bool:
-        kept, whole = held(engine, ids, spec(count * step))
-        return kept * smaller <= whole
+        kept, uncompressed = held(engine, ids, spec(count * step))
+        return kept * smaller <= uncompressed
 
     count = max(1, low)
     if fits(count):
@@ -82,34 +82,34 @@ def solved(engine: Engine, ids: torch.Tensor, spec: Callable[[int], str], smalle
 
 
 def presses(engine: Engine, length: int, smaller: int, every: bool, only: Sequence[str] = ()) -> dict[str, str]:
-    """Return what is compared at a size, by spec, with the family that it belongs to; families that are named `only`."""
+    """Return the presses that are compared at a size, by spec, with their families, limited to families in `only`."""
     composed, alone = (make_space().evict,) * 2 if every else (SCORERS, ALONE)
     ids = torch.randint(5, engine.model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
-    found = {f"frontier:smaller={smaller}": "frontier", f"frontier:smaller={smaller},per_pair=true": PER_PAIR}
-    found = {spec: family for spec, family in found.items() if not only or family in only}
-    wanted = [(f"{scorer} + kivi", partial(plain, scorer, BITS.get(smaller, 4)), GROUP) for scorer in composed]
-    wanted += [(scorer, partial(plain, scorer, 16), 1) for scorer in alone]
-    wanted = [each for each in wanted if not only or each[0] in only]
-    for number, (family, spec, step) in enumerate(wanted, start=1):
+    families = {f"frontier:smaller={smaller}": "frontier", f"frontier:smaller={smaller},per_pair=true": PER_PAIR}
+    families = {spec: family for spec, family in families.items() if not only or family in only}
+    candidates = [(f"{scorer} + kivi", partial(plain, scorer, BITS.get(smaller, 4)), GROUP) for scorer in composed]
+    candidates += [(scorer, partial(plain, scorer, 16), 1) for scorer in alone]
+    candidates = [candidate for candidate in candidates if not only or candidate[0] in only]
+    for number, (family, spec, step) in enumerate(candidates, start=1):
         press = solved(engine, ids, spec, smaller, step)
-        found[press] = family
-        print(f"{smaller} times smaller, {number} of {len(wanted)}: {press}", flush=True)
-    return found
+        families[press] = family
+        print(f"{smaller} times smaller, {number} of {len(candidates)}: {press}", flush=True)
+    return families
 
 
-def row_of(one: Measured, family: str, size: int) -> dict[str, Any]:
-    """Return what a press scored and held, as plain data."""
-    task, change = one.worst or ("", None)
+def row_of(measured: Measured, family: str, size: int) -> dict[str, Any]:
+    """Return the scores and held bytes of a press as plain data."""
+    task, change = measured.worst or ("", None)
     return {
-        "press": one.press,
+        "press": measured.press,
         "family": family,
         "size": size,
-        "smaller_by": one.factor,
-        "samples": one.samples,
-        "accuracy": vars(one.accuracy),
-        "difference": one.difference and vars(one.difference),
+        "smaller_by": measured.factor,
+        "samples": measured.samples,
+        "accuracy": vars(measured.accuracy),
+        "difference": measured.difference and vars(measured.difference),
         "worst": change and {"task": task, **vars(change)},
-        "tasks": {task: estimate.mean for task, estimate in one.tasks.items()},
+        "tasks": {task: estimate.mean for task, estimate in measured.tasks.items()},
     }
 
 
@@ -170,14 +170,16 @@ def is_ours(family: str) -> bool:
 
 
 def joined(files: Sequence[Path]) -> dict[str, Any]:
-    """Return the first studies of results as one of all their sizes; of a press that several have measured, the newest row.
+    """Join the first studies of several results into one of all their sizes; of a press in several, keep the newest row.
 
     Raises:
-        ValueError: they are not of the same length, or the full cache answered differently.
+        ValueError: the lengths differ, or the full cache answered differently.
     """
     studies = [json.loads(file.read_text())[0] for file in files]
     if len({(study["length"], json.dumps(study["full"]["tasks"])) for study in studies}) > 1:
-        raise ValueError(f"{', '.join(map(str, files))} are not of one length and one model: nothing can be compared")
+        raise ValueError(
+            f"{', '.join(map(str, files))} do not have the same length and model, so they cannot be compared"
+        )
     newest = sorted(studies, key=itemgetter("date"))
     rows = {row["press"]: row for study in newest for row in study["rows"]}
     return {
@@ -221,19 +223,23 @@ def draw(study: dict[str, Any], figure: Figure) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--every", action="store_true", help="all evicting presses that need no file of their own")
+    parser.add_argument(
+        "--every", action="store_true", help="all evicting presses that need no file made for the model"
+    )
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="FAMILY", help='such as frontier, "frontier per pair", keydiff'
     )
-    parser.add_argument("--model", default="reference", help="or the folder of another one that knows its tasks")
-    parser.add_argument("--samples", type=int, default=48, help="of each task and length")
+    parser.add_argument(
+        "--model", default="reference", help="reference, or the folder of another model that solves its tasks"
+    )
+    parser.add_argument("--samples", type=int, default=48, help="samples of each task and length")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024])
     parser.add_argument("--smaller", type=int, nargs="+", default=[10, 20, 50])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/frontier.json"))
     parser.add_argument("--figure", type=Path, default=Path("docs/frontier_sizes.png"))
     parser.add_argument("--runs", type=Path, default=Path("runs/frontier"), help="folder of finished cells")
     parser.add_argument(
-        "--draw", type=Path, nargs="+", metavar="RESULTS", help="draw these in one figure, and measure nothing"
+        "--draw", type=Path, nargs="+", metavar="RESULTS", help="draw these results in one figure, and measure nothing"
     )
     options = parser.parse_args()
     if options.draw:
@@ -251,7 +257,7 @@ def main() -> None:
         sizes = Sizes(options.samples, (length,))
         result = measure_tasks(("none", *of), RunConfig().tasks, (length,), sizes, options.runs, options.model)
         full, *others = measured(result.cells)
-        by_press = {one.press: one for one in others}
+        by_press = {row.press: row for row in others}
         study = {
             **about(result),
             "command": shlex.join(["python", "benchmarks/frontier.py", *sys.argv[1:]]),

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""First of two GPU benchmarks: is everything right? Bandwidth, parity of every operator, presses end to end; 200 seconds.
+"""First of two GPU benchmarks, for correctness: bandwidth, parity of every operator, presses end to end; 200 seconds.
 
     make gpu-a          (where make is missing: PYTHONPATH=. python3 benchmarks/gpu_a.py --out benchmarks/results)
 
-Writes gpu_a.json after every row. Kernels are compiled on the spot, the cases of each check in a process of its own, so that
-one that crashes or hangs costs only itself; rows without time are named. `--dry-run` runs everything on the CPU with
+Writes gpu_a.json after every row. Kernels are compiled in the run. The cases of each check run in a process of its own, so that
+a crash or a hang costs only that case; rows for which no time was left are listed. `--dry-run` runs everything on the CPU with
 tiny sizes.
 """
 
@@ -22,7 +22,7 @@ FILE = "gpu_a.json"
 
 
 def summary(rows: list[Row]) -> dict[str, dict]:
-    """Return by check how many cases passed, the largest error among them, and why others did not."""
+    """Return by check the number of cases that passed, the largest error among them, and the reasons of the others."""
     checks = {}
     for name in (*CHECKS, END_TO_END):
         cases = [row for row in rows if row.get("check") == name]
@@ -62,7 +62,7 @@ def parts(common: list[str], together: bool) -> list[Part]:
 
 
 def run(report: Report, seconds: float, dry: bool) -> bool:
-    """Measure bandwidth alone, then run everything else side by side; return whether all that ran is right."""
+    """Measure bandwidth alone, then run everything else side by side; return whether every row that ran is correct."""
     budget, device = Budget(seconds), "cpu" if dry else "cuda"
     common = ["--device", "cpu", "--small"] if dry else []
     collect(report, [Part("gpu_speed", [*common, "--shapes", ""])], min(seconds, 40.0), device)

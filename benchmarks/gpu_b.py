@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Second of two GPU benchmarks: how fast? Kernels beside other implementations, then `generate` on a model of 8 B; 420 seconds.
+"""Second of two GPU benchmarks, for speed: kernels and other implementations, then `generate` on a model of 8 B; 420 seconds.
 
     make gpu-b          (where make is missing: PYTHONPATH=. python3 benchmarks/gpu_b.py --out benchmarks/results)
 
-Writes gpu_b.json after every row; rows without time are named. Formats that failed in gpu_a.json, where that is in
-the same folder, are not timed. Goals are printed beside the figures. `--dry-run` runs everything on the CPU with tiny sizes.
+Writes gpu_b.json after every row; rows for which no time was left are listed. Formats that failed in gpu_a.json, where that
+file is in the same folder, are not timed. Goals are printed next to the figures. `--dry-run` runs everything on the CPU with
+tiny sizes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from benchmarks.gpu_report import Report, arguments, collect, print_rows
 from benchmarks.gpu_speed import CACHES, SELECT
 
 SECONDS, KERNEL_SECONDS = 420.0, 120.0
-"""All that it takes, and the share of the kernels."""
+"""Seconds of the whole run, and the share of the kernels."""
 
 FILE = "gpu_b.json"
 NEEDS = {
@@ -44,7 +45,7 @@ GOALS = {
     "score and quantise, share of prefill": 0.01,
     "kivi 4, captured vs static cache": 1.0,
 }
-"""All are reached from above, but for the share of a prefill."""
+"""Each is a minimum, except for the share of a prefill."""
 
 
 def untimed(checks: dict[str, Any]) -> list[str]:
@@ -54,7 +55,7 @@ def untimed(checks: dict[str, Any]) -> list[str]:
 
 
 def earlier_checks(folder: Path) -> dict[str, Any]:
-    """Return the checks of the first part; none without its file."""
+    """Return the checks of the first part; empty without its file."""
     file = folder / gpu_a.FILE
     return json.loads(file.read_text()).get("summary", {}) if file.is_file() else {}
 
@@ -125,7 +126,7 @@ def numbers(row: Row, *names: str) -> list[str]:
 
 
 def run(report: Report, seconds: float, dry: bool, skip: list[str]) -> None:
-    """Time the kernels, then whole models in the time that is left."""
+    """Time the kernels, then whole models in the remaining time."""
     budget, device = Budget(seconds), "cpu" if dry else "cuda"
     common = ["--device", "cpu", "--small"] if dry else []
     kernels = [*common, "--skip", ",".join(skip), *(["--shapes", "256x1"] if dry else [])]

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Presses on a small random model: the GPU's kernels against plain torch, and replayed steps against steps run one by one.
+"""Presses on a small random model: the GPU's kernels against plain torch, and replayed steps against eager steps.
 
     python -m benchmarks.gpu_end_to_end [--device cuda] [--small]
 
-A batch of two prompts, one with left padding, is compressed; then given tokens follow (teacher-forced), until pairs were sealed
-twice. Kernels and plain torch read the same cache at every step that is compared, so that a code which one of them rounds the
-other way changes no later step. A row fails as well where nothing was packed or evicted though its press does that. Weights
-are float32, so that rounding changes no choice of pairs. Implementations of the model's
-own attention that need 16 bits may have twice the error that `sdpa` has in 16 bits.
+A batch of two prompts, one with left padding, is compressed; then fixed tokens follow (teacher-forced), until pairs were sealed
+twice. Kernels and plain torch read the same cache at every compared step, so that a code that the two round differently changes
+no later step. A row also fails where its press should pack or evict pairs and did not. Weights are float32, so that rounding
+changes no choice of pairs. Implementations of the model's own attention that need 16 bits may have twice the error that `sdpa`
+has in 16 bits.
 """
 
 from __future__ import annotations
@@ -36,26 +36,29 @@ from kvpress.kernels.triton import device as triton
 CHECK = "end to end"
 
 EXACT, CODED = 1e-3, 2e-2
-"""Largest error of logits, relative to the largest logit: of float32 in another order, and of float16 products with codes."""
+"""Largest error of logits, relative to the largest logit: for float32 in another order, and for float16 products with codes."""
 
 ROUNDED = 0.2
 """Largest error of logits where a 2-bit code may differ by one step."""
 
 SEALINGS = 2
-"""Times that pairs must have been sealed while tokens were read."""
+"""Number of times that pairs must be sealed while tokens are read."""
 
 COMPARED = 8
-"""Every so many steps, plain torch reads the same cache."""
+"""Plain torch reads the same cache at every step whose number is a multiple of this."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A press, the largest error of its logits, and whether it packs pairs, which it then does to new ones too, or evicts."""
+    """A press that is compared."""
 
     press: str
     limit: float = EXACT
+    """Largest error of its logits."""
     packs: bool = False
+    """Whether it packs pairs of the prompt and new ones."""
     evicts: bool = False
+    """Whether it evicts pairs."""
 
 
 def specs(small: bool) -> dict[str, Spec]:
@@ -83,13 +86,18 @@ ATTENTIONS = {"eager": None, "flash_attention_2": "flash_attn"}
 
 @dataclass(frozen=True)
 class Sizes:
-    """Tokens of the prompt, steps at least and at most, and channels and layers of the model."""
+    """Sizes of a problem."""
 
     prompt: int
-    least: int
-    most: int
+    """Tokens of the prompt."""
+    min_steps: int
+    """Minimum number of steps."""
+    max_steps: int
+    """Maximum number of steps."""
     hidden: int
+    """Hidden size of the model."""
     layers: int
+    """Layers of the model."""
 
 
 FULL, SMALL = Sizes(1500, 64, 1400, 512, 3), Sizes(160, 4, 100, 64, 2)
@@ -115,14 +123,14 @@ class Problem:
         )  # fmt: skip
         torch.manual_seed(0)
         self.model = LlamaForCausalLM(config).to(self.device, self.dtype).eval()
-        random, length = torch.Generator().manual_seed(1), self.sizes.prompt + self.sizes.most
+        random, length = torch.Generator().manual_seed(1), self.sizes.prompt + self.sizes.max_steps
         self.ids = torch.randint(3, 128, (2, length), generator=random).to(self.device)
         self.mask = torch.ones_like(self.ids)
         self.mask[1, : self.sizes.prompt // 4] = 0
 
     @property
     def real_share(self) -> float:
-        """Share of the prompts' tokens that are no padding."""
+        """Share of the prompts' tokens that are not padding."""
         return float(self.mask[:, : self.sizes.prompt].float().mean())
 
     def prefill(self) -> tuple[Any, Tensor]:
@@ -139,7 +147,7 @@ class Problem:
         return output.past_key_values, output.logits[:, -1]
 
     def step(self, cache: Any, number: int) -> Tensor:
-        """Read the token of that number behind the prompts; return its logits."""
+        """Read the token of that number after the prompts; return its logits."""
         at = self.sizes.prompt + number
         positions = self.mask[:, :at].sum(1, keepdim=True)
         return self.model(
@@ -161,27 +169,27 @@ def plain_torch() -> Iterator[None]:
 
 
 def sealed_pairs(cache: Any) -> int:
-    """Return how many pairs the first layer holds in sealed segments."""
+    """Return the number of pairs that the first layer holds in sealed segments."""
     return sum(segment.layout.total for segment in cache.layers[0].store.sealed)
 
 
 @dataclass
 class Run:
-    """Logits of the steps after a compressed prompt; before each step, how often pairs had been sealed since the prompt."""
+    """Logits of the steps after a compressed prompt, and the number of sealings before each step, counted from the prompt."""
 
     logits: list[Tensor] = field(default_factory=list)
     sealings: list[int] = field(default_factory=list)
 
     def read(self, problem: Problem, cache: Any, steps: int | None, seals: bool) -> Iterator[int]:
-        """Read so many tokens, or until pairs were sealed twice; yield the number of each before it is read."""
+        """Read `steps` tokens, or until pairs were sealed twice; yield the number of each before it is read."""
         sealed, count = sealed_pairs(cache), 0
-        for number in range(problem.sizes.most if steps is None else steps):
+        for number in range(problem.sizes.max_steps if steps is None else steps):
             yield number
             self.sealings.append(count)
             self.logits.append(problem.step(cache, number))
             before, sealed = sealed, sealed_pairs(cache)
             count += sealed > before
-            if steps is None and number + 1 >= problem.sizes.least and (count >= SEALINGS or not seals):
+            if steps is None and number + 1 >= problem.sizes.min_steps and (count >= SEALINGS or not seals):
                 break
         self.sealings.append(count)
 
@@ -192,9 +200,9 @@ def compare_kernels(problem: Problem, spec: Spec) -> Row:
     reset_counters()
     with kvpress.get_press(spec.press)(problem.model):
         with plain_torch():
-            other, reference = problem.prefill()
+            kernel_cache, reference = problem.prefill()
         cache, first = problem.prefill()
-        report, same_pairs = kvpress.memory_report(cache), kept_slots(cache) == kept_slots(other)
+        report, same_pairs = kvpress.memory_report(cache), kept_slots(cache) == kept_slots(kernel_cache)
         for number in run.read(problem, cache, None, spec.packs):
             if number % COMPARED == 0:
                 copied = copy.deepcopy(cache)
@@ -219,9 +227,9 @@ def kept_slots(cache: Any) -> list[list[int]]:
 
 
 def compare_captured(problem: Problem, spec: Spec) -> Row:
-    """Compare steps that are replayed as graphs with steps run one by one.
+    """Compare steps that are replayed as CUDA graphs with eager steps.
 
-    Both compress and seal pairs by themselves: from the first sealing on, a code may round the other way.
+    Both compress and seal pairs by themselves: from the first sealing on, a code may be rounded differently.
     """
     press, runs, replayed = kvpress.get_press(spec.press), (Run(), Run()), 0
     for run, capture in zip(runs, (False, True), strict=True):

@@ -4,11 +4,11 @@
     python -m benchmarks.gpu_generate [--shapes 32768,131072] [--tokens 128] [--device cuda] [--small]
 
 Batch 1. A warm-up compiles every kernel: the same tokens behind a sixteenth of the prompt, so that pairs are sealed as often.
-Times of tokens leave out the first few, which record graphs. Mean and 99th percentile show the cost of sealing, which a median
-hides. The rival without compression is transformers' static cache with a compiled decode step.
+Times of tokens exclude the first few, which capture graphs. Mean and 99th percentile show the cost of sealing, which a median
+hides. The baseline without compression is transformers' static cache with a compiled decode step.
 
-Largest batches repeat the compressed cache of one prompt, so that the memory of a prefill of so many rows does not count.
-`rows` were decoded; `failed_at` is the smallest batch that was tried and did not fit.
+Largest batches repeat the compressed cache of one prompt, so that the memory of a prefill of the batch does not count. `rows`
+is the largest batch that was decoded; `failed_at` is the smallest batch that was tried and did not fit.
 """
 
 from __future__ import annotations
@@ -54,29 +54,29 @@ STATIC, EAGER = "no press, static cache, compiled", "no press, eager"
 
 SHORT = ("none", "kivi 4", "frontier", "quest", "snapkv", "kivi 2")
 LONG = ("none", "kivi 4", "frontier", "quest", "snapkv")
-"""Captured presses at the first context, where all else is measured too, and at the longer ones."""
+"""Captured presses at the first context, where everything else is measured too, and at the longer ones."""
 
 STEPPED = ("kivi 4", "quest")
-"""Presses that are measured without capture as well."""
+"""Presses that are also measured without capture."""
 
 BATCHED = ("none", "kivi 4", "frontier")
 PROFILED = ("none", "kivi 4", "frontier")
 
 PART = "model"
 WINDOW = 64
-"""Queries that score a prompt."""
+"""Number of queries that score a prompt."""
 
 UNTIMED = 4
-"""First tokens that are not timed."""
+"""Number of first tokens that are not timed."""
 
 BATCH_TOKENS = 32
 SHOWN = 12
-"""Kernels that a profile lists."""
+"""Number of kernels that a profile lists."""
 
 
 @dataclass
 class Clock(StoppingCriteria):
-    """Notes when each token is there, and begins to count memory anew behind the first; stops nothing."""
+    """Records the time of each token and resets the peak memory after the first; stops nothing."""
 
     device: str
     times: list[float] = field(default_factory=list)
@@ -93,7 +93,7 @@ class Clock(StoppingCriteria):
 
 
 def wait(device: str) -> None:
-    """Wait until the device has nothing left to do."""
+    """Wait until the device is idle."""
     if device != "cpu":
         torch.cuda.synchronize()
 
@@ -104,13 +104,13 @@ def peak(device: str) -> int:
 
 
 def forget_peak(device: str) -> None:
-    """Begin to count anew."""
+    """Reset the peak memory."""
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats()
 
 
 def shape_of(layers: int, context: int, small: bool) -> LlamaConfig:
-    """Return the configuration of Llama-3.1-8B with so many layers, or of a tiny model."""
+    """Return the configuration of Llama-3.1-8B with `layers` layers, or of a tiny model."""
     sizes = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336}
     sizes |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
     if small:
@@ -121,12 +121,16 @@ def shape_of(layers: int, context: int, small: bool) -> LlamaConfig:
 
 @dataclass(frozen=True)
 class Plan:
-    """Contexts, tokens that are generated, layers of the model, and the largest batch that is tried."""
+    """Extent of a run."""
 
     contexts: tuple[int, ...]
+    """Lengths of prompts."""
     tokens: int
+    """Generated tokens."""
     layers: int
+    """Layers of the model."""
     most_rows: int
+    """Largest batch that is tried."""
 
 
 FULL, SMALL = Plan((32768, 131072), 128, 32, 256), Plan((256, 320), 8, 1, 3)
@@ -134,7 +138,7 @@ FULL, SMALL = Plan((32768, 131072), 128, 32, 256), Plan((256, 320), 8, 1, 3)
 
 @dataclass
 class Bench:
-    """A random model, made on the device when it is first needed, and random prompts for it."""
+    """Random model, made on the device at its first use, and random prompts for it."""
 
     device: str
     plan: Plan
@@ -149,12 +153,12 @@ class Bench:
         return model.eval()
 
     def ids(self, context: int) -> Tensor:
-        """Return a prompt of so many tokens."""
+        """Return a prompt of `context` tokens."""
         random = torch.Generator().manual_seed(0)
         return torch.randint(3, self.model.config.vocab_size, (1, context), generator=random).to(self.device)
 
     def generate(self, ids: Tensor, **options: Any) -> tuple[Any, Clock, float]:
-        """Return the output of `generate`, the clock, and when it began."""
+        """Return the output of `generate`, the clock, and the start time."""
         clock = Clock(self.device)
         wait(self.device)
         begin = time.perf_counter()
@@ -190,7 +194,7 @@ Opened = Callable[[Any], AbstractContextManager[Any]]
 
 
 def opened(name: str, capture: bool) -> Opened:
-    """Return a function that opens a press around a model."""
+    """Return a function that opens the session of a press on a model."""
     return lambda model: kvpress.get_press(SPECS[name])(model, capture=capture)
 
 
@@ -237,7 +241,7 @@ def spread(steps: list[float]) -> dict[str, float]:
 
 
 def forget_compiled(model: Any) -> None:
-    """Drop a static cache and a compiled forward pass, which a model keeps."""
+    """Drop the static cache and the compiled forward pass that a model keeps."""
     for name in ("_cache", "_compiled_call"):
         vars(model).pop(name, None)
     torch._dynamo.reset()
@@ -255,7 +259,7 @@ def prefill(bench: Bench, context: int) -> Any:
 
 
 def decode(bench: Bench, cache: Any, rows: int, steps: int) -> list[float]:
-    """Read so many tokens of every row one by one; return the seconds of each."""
+    """Read `steps` tokens in every row one by one; return the seconds of each."""
     ids, seconds = torch.full((rows, 1), 3, device=bench.device), []
     for _ in range(steps):
         at = torch.full((1, 1), cache.get_seq_length(), device=bench.device)
@@ -266,21 +270,21 @@ def decode(bench: Bench, cache: Any, rows: int, steps: int) -> list[float]:
     return seconds
 
 
-def largest(fits: Callable[[int], bool], start: int, most: int) -> tuple[int, int | None]:
-    """Search from `start` for the largest number up to `most` that fits; return it and the smallest that was found not to.
+def largest(fits: Callable[[int], bool], start: int, limit: int) -> tuple[int, int | None]:
+    """Search from `start` for the largest number up to `limit` that fits; return it and the smallest that does not.
 
-    The search ends where the two differ by 1, or by a sixteenth. 0 where not even 1 fits; None where `most` does.
+    The search ends where the two differ by 1, or by a sixteenth. 0 where not even 1 fits; None where `limit` does.
     """
-    low, high, number = 0, None, max(1, min(start, most))
+    low, high, number = 0, None, max(1, min(start, limit))
     while True:
         if fits(number):
             low = number
         else:
             high = number
-        if low == most or (high is not None and high - low <= max(1, low // 16)):
+        if low == limit or (high is not None and high - low <= max(1, low // 16)):
             return low, high
         if high is None:
-            number = min(most, low + max(1, low // 4))
+            number = min(limit, low + max(1, low // 4))
         else:
             number = (low + high) // 2 if low else max(1, 3 * high // 4)
 
@@ -314,7 +318,7 @@ def measure_batch(bench: Bench, context: int, name: str, capture: bool) -> Row:
 
 
 def profile_step(bench: Bench, context: int, name: str, capture: bool) -> Row:
-    """Return the kernels of one decode step, by the time that they take on the device."""
+    """Return the kernels of one decode step, sorted by their time on the device."""
     activities = [ProfilerActivity.CPU] if bench.device == "cpu" else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     with opened(name, capture)(bench.model):
         cache = prefill(bench, context)
@@ -373,7 +377,9 @@ def contexts_of(text: str) -> tuple[int, ...]:
 
 def main() -> None:
     parser = part_arguments(__doc__)
-    parser.add_argument("--contexts", type=contexts_of, help="the first has all measurements, later ones a few")
+    parser.add_argument(
+        "--contexts", type=contexts_of, help="lengths of prompts; the first has all measurements, later ones a few"
+    )
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--skip", type=lambda names: names.split(","), default=[], help="presses that are not measured")
     options = parser.parse_args()
@@ -382,8 +388,8 @@ def main() -> None:
     plan = SMALL if options.small else FULL
     plan = Plan(options.contexts or plan.contexts, options.tokens or plan.tokens, plan.layers, plan.most_rows)
     with torch.no_grad():
-        wanted = tasks(Bench(options.device, plan, options.small))
-        serve([task for task in wanted if str(task.where.get("name")).split(",")[0] not in options.skip], options)
+        rows = tasks(Bench(options.device, plan, options.small))
+        serve([task for task in rows if str(task.where.get("name")).split(",")[0] not in options.skip], options)
 
 
 if __name__ == "__main__":

@@ -31,10 +31,10 @@ from kvpress.kernels.selection import reference as selection_reference
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 LIMITS = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""Largest errors: four roundings of a weight for products of 16 bits, sums in another order for float32."""
+"""Largest errors: four roundings of a weight for products of 16 bits, another order of sums for float32."""
 
 CODED_LIMIT = LIMITS[torch.float16]
-"""Kernels on codes multiply in float16, also for other queries."""
+"""Kernels on codes multiply in float16, for queries of every dtype."""
 
 Results = Sequence[Tensor]
 Call = Callable[[], Results]
@@ -42,11 +42,14 @@ Call = Callable[[], Results]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Which shapes are checked."""
+    """Shapes that are checked."""
 
     dims: tuple[int, ...]
+    """Head dims."""
     lengths: list[int]
+    """Lengths of the streams."""
     queries: tuple[int, ...]
+    """Queries of a stream."""
 
 
 FULL = Sizes((128, 64, 96, 256), [0, 1, 17, 129, 1000, 4101], (1, 8, 80))
@@ -55,16 +58,19 @@ SMALL = Sizes((128, 64), [0, 1, 17, 129], (1,))
 
 @dataclass(frozen=True)
 class Case:
-    """One problem of a kernel and a type, its `kind`; `build` returns a call of the operator and one of its reference."""
+    """One problem of a kernel."""
 
     kind: str
+    """Kernel and dtype."""
     name: str
     limit: float
+    """Largest relative error."""
     build: Callable[[], tuple[Call, Call]]
+    """Returns a call of the operator and a call of its reference."""
 
 
 def error(results: Tensor, expected: Tensor) -> float:
-    """Return the relative error; infinite where minus infinities stand elsewhere, NaN where anything is NaN."""
+    """Return the relative error; infinite where minus infinities are in different places, NaN where anything is NaN."""
     results, expected = results.float(), expected.float()
     nothing = expected.isneginf()
     if results.shape != expected.shape or not torch.equal(results.isneginf(), nothing):
@@ -116,7 +122,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def fenced(streams: Streams) -> Dense:
-    """Dense rows with NaN wherever no stream reads."""
+    """Return dense rows with NaN wherever no stream reads."""
     cache = Dense(streams)
     unused = torch.ones(streams.rows, dtype=torch.bool, device=streams.q.device)
     for rows in streams.where.numbers():
@@ -147,7 +153,7 @@ def dense_cases(sizes: Sizes, device: str) -> Iterator[Case]:
 
 
 def uniform_cases(bits: int) -> Callable[[Sizes, str], Iterator[Case]]:
-    """Return the cases of one bit width: its unpacking is code of its own."""
+    """Return the cases of one bit width, which has its own code for unpacking."""
 
     def cases(sizes: Sizes, device: str) -> Iterator[Case]:
         def build(dim: int = 128, queries: int = 4, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> Any:
@@ -214,7 +220,7 @@ def lookup_cases(sizes: Sizes, device: str) -> Iterator[Case]:
         settings = {f"D{dim}": {"dim": dim} for dim in sizes.dims}
         settings |= {named(dtype): {"dtype": dtype} for dtype in FLOATS}
         settings |= {f"M{queries}": {"queries": queries} for queries in sizes.queries}
-        # As many channels per code as keep the books small and the codes of a row whole bytes.
+        # The number of channels per code keeps the codebooks small and the codes of a row whole bytes.
         settings |= {f"{bits} bit": {"bits": bits, "coupled": 4 if bits > 8 else 2} for bits in CODE_BITS}
         for name, arguments in settings.items():
             make = build(**arguments, rotary=rotary)
@@ -263,7 +269,7 @@ def column_cases(sizes: Sizes, device: str) -> Iterator[Case]:
 
 
 def prefill_cases(sizes: Sizes, device: str) -> Iterator[Case]:
-    """Sparse causal attention of the newest tokens of two prompts, one of which begins with pads."""
+    """Sparse causal attention of the newest tokens of two prompts, one of which begins with padding."""
     total = sizes.lengths[-1]
     queries, pads = total - total // 3, total // 5
 
@@ -358,7 +364,7 @@ def selection_cases(sizes: Sizes, device: str) -> Iterator[Case]:
 
 
 def merge_cases(sizes: Sizes, device: str) -> Iterator[Case]:
-    """Attention over several parts as one, among them parts that a query reads nothing of."""
+    """Attention over several parts merged into one, including parts of which a query reads nothing."""
 
     def calls(parts: int, queries: int, dim: int) -> tuple[Call, Call]:
         random = generator(device)
@@ -433,7 +439,7 @@ def compare(case: Case) -> Row:
 
 
 def tasks(names: Sequence[str], sizes: Sizes, device: str) -> list[Task]:
-    """Return the cases of several checks, those that matter most first."""
+    """Return the cases of several checks, the most important first."""
     cases = [(name, case) for name in names for case in in_turn(CHECKS[name](sizes, device))]
     return [Task({"check": name, "case": case.name}, lambda c=case: compare(c)) for name, case in cases]
 
@@ -444,7 +450,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.device == "cpu":
         torch.set_num_threads(1)
-    # With deterministic algorithms, torch fills new memory with NaN: a kernel that leaves a gap shows it.
+    # With deterministic algorithms, torch fills new memory with NaN, so that an element that a kernel does not write shows.
     torch.use_deterministic_algorithms(True, warn_only=True)
     warnings.filterwarnings("ignore")
     with torch.no_grad():

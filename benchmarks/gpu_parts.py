@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of the GPU benchmarks run in processes of their own: a row that crashes or hangs costs only itself.
+"""Parts of the GPU benchmarks, in processes of their own: a crash or a hang costs only one row.
 
-A part prints its plan, then one JSON object per row, as soon as it has it, and stops when its seconds are spent. Where a row
-ends the process, or takes too long, the part begins again behind it. Rows without time are named as skipped.
+A part prints its plan, then one JSON object per row, as soon as the row is measured, and stops when its time is up. Where a row
+ends the process, or takes too long, the part starts again after that row. Rows for which no time was left are reported as
+skipped.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 GRACE = 10.0
-"""Seconds that a part may overrun before it is ended."""
+"""Seconds that a part may overrun before it is killed."""
 
 BROKEN = 3
-"""Exit code of a part whose device is of no use any more, as after an illegal address."""
+"""Exit code of a part whose device is unusable, as after an illegal address."""
 
 NO_TIME = "no time was left"
 
@@ -39,23 +40,25 @@ Row = dict[str, Any]
 
 
 class Budget:
-    """Seconds that may be spent."""
+    """Time limit in seconds."""
 
     def __init__(self, seconds: float) -> None:
         self.end = time.monotonic() + seconds
 
     @property
     def left(self) -> float:
-        """Seconds left, not below zero."""
+        """Remaining seconds, not below zero."""
         return max(0.0, self.end - time.monotonic())
 
 
 @dataclass(frozen=True)
 class Task:
-    """One row of a report: `where` names it, `run` measures it and returns its figures."""
+    """One row of a report."""
 
     where: Row
+    """Keys that name the row."""
     run: Callable[[], Row]
+    """Measures the row and returns its figures."""
 
 
 def emit(row: Row) -> None:
@@ -70,17 +73,17 @@ def reason(error: BaseException) -> str:
 
 
 def attempt(task: Task) -> Row:
-    """Return the row of a task: its figures, or why there are none."""
+    """Return the row of a task: its figures, or the reason that there are none."""
     try:
         return {**task.where, **task.run()}
     except ImportError as error:
         return {**task.where, "missing": reason(error)}
-    except Exception as error:  # errors of compilers and drivers are findings, not the end
+    except Exception as error:  # errors of compilers and drivers are results of this benchmark
         return {**task.where, "failed": reason(error)}
 
 
 def serve(tasks: Sequence[Task], options: argparse.Namespace) -> None:
-    """Run the tasks that are not done yet, as far as time goes, and send their rows."""
+    """Run the tasks that are not done yet, until the time is up, and send their rows."""
     budget = Budget(options.seconds)
     done = json.loads(options.done.read_text()) if options.done else []
     emit({"plan": [task.where for task in tasks]})
@@ -97,14 +100,14 @@ def serve(tasks: Sequence[Task], options: argparse.Namespace) -> None:
 
 
 def release(device: str) -> None:
-    """Give memory that no tensor holds back to the device."""
+    """Return memory that no tensor uses to the device."""
     gc.collect()
     if device != "cpu" and usable(device):
         torch.cuda.empty_cache()
 
 
 def usable(device: str) -> bool:
-    """Whether the device still works; an error of a kernel stays for good."""
+    """Return whether the device still works; after an error of a kernel it stays unusable."""
     if device == "cpu":
         return True
     try:
@@ -118,7 +121,7 @@ def part_arguments(description: str | None) -> argparse.ArgumentParser:
     """Return a parser of the arguments that every part takes."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--small", action="store_true", help="tiny sizes, to exercise the logic")
+    parser.add_argument("--small", action="store_true", help="tiny sizes, as a test")
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--done", type=Path, help="file with the names of rows that are not run again")
     return parser
@@ -126,20 +129,25 @@ def part_arguments(description: str | None) -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class Part:
-    """A module of this folder, its arguments, and the seconds that one row of it may take."""
+    """A module of this folder that measures rows."""
 
     module: str
     arguments: list[str] = field(default_factory=list)
+    """Command-line arguments."""
     row_seconds: float = 60.0
+    """Time limit of one row, in seconds."""
 
 
 @dataclass
 class Progress:
-    """Planned rows, begun rows, and the row in progress of a running part."""
+    """Rows of a running part."""
 
     plan: list[Row] = field(default_factory=list)
+    """Planned rows."""
     begun: list[Row] = field(default_factory=list)
+    """Begun rows."""
     current: Row | None = None
+    """Row in progress."""
 
     def rest(self) -> list[Row]:
         """Planned rows that were never begun."""
@@ -167,10 +175,11 @@ def run_parts(parts: Sequence[Part], seconds: float, receive: Callable[[Row], No
 
 @dataclass(frozen=True)
 class Ending:
-    """Why a process of a part ended early; `broken` where its device was of no use after a row."""
+    """Reason that a process of a part ended early."""
 
     why: str
     broken: bool = False
+    """Whether its device was unusable after a row."""
 
 
 def _run(part: Part, budget: Budget, receive: Callable[[Row], None]) -> None:
@@ -189,7 +198,7 @@ def _run(part: Part, budget: Budget, receive: Callable[[Row], None]) -> None:
 
 
 def _run_process(part: Part, budget: Budget, progress: Progress, receive: Callable[[Row], None]) -> Ending | None:
-    """Run a part once, from its first row that was not begun; return why it ended early, or None."""
+    """Run a part once, from the first row that was not begun; return the reason that it ended early, or None."""
     with tempfile.TemporaryDirectory() as folder:
         done, log = Path(folder) / "done.json", Path(folder) / "log"
         done.write_text(json.dumps(progress.begun))
@@ -213,7 +222,7 @@ def _run_process(part: Part, budget: Budget, progress: Progress, receive: Callab
 
 
 def _note(line: str, progress: Progress, receive: Callable[[Row], None]) -> None:
-    """Take in one line of a part; lines that are not JSON are ignored."""
+    """Read one line of a part; lines that are not JSON are ignored."""
     try:
         row = json.loads(line)
     except ValueError:
@@ -229,7 +238,7 @@ def _note(line: str, progress: Progress, receive: Callable[[Row], None]) -> None
 
 
 class Watchdog:
-    """Ends a process that prints nothing for so many seconds, or overruns the budget."""
+    """Ends a process that prints nothing for a given time, or overruns the budget."""
 
     def __init__(self, process: subprocess.Popen[str], seconds: float, budget: Budget) -> None:
         self.process, self.seconds, self.budget, self.barked = process, seconds, budget, False
@@ -246,7 +255,7 @@ class Watchdog:
             self.process.stdout.close()
 
     def arm(self) -> None:
-        """Begin to wait anew."""
+        """Restart the timer."""
         if self.timer is not None:
             self.timer.cancel()
         self.timer = threading.Timer(min(self.seconds, self.budget.left + GRACE), self._bark)

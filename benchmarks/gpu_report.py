@@ -28,7 +28,7 @@ REASONS = ("failed", "missing", "skipped")
 
 @dataclass
 class Report:
-    """Everything that was measured. The file is written anew after every row, so that a killed run keeps its rows."""
+    """All rows of a run. The file is rewritten after every row, so that a killed run keeps its rows."""
 
     out: Path | None
     record: dict[str, Any] = field(default_factory=lambda: {"rows": []})
@@ -38,7 +38,7 @@ class Report:
         return self.record["rows"]
 
     def set(self, **values: Any) -> None:
-        """Store values beside the rows."""
+        """Store values next to the rows."""
         self.record.update(values)
         self._write()
 
@@ -57,7 +57,7 @@ class Report:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that matter; those that are not installed are left out."""
+    """Return the versions of Python and of the packages that affect the figures; those that are not installed are left out."""
     numbers = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -88,7 +88,7 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def output(*command: str) -> str:
-    """Return the output of a command, nothing where it cannot run."""
+    """Return the output of a command; an empty string where it cannot run."""
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20)  # noqa: S603
     except (OSError, subprocess.TimeoutExpired):
@@ -97,11 +97,16 @@ def output(*command: str) -> str:
 
 
 def arguments(description: str | None, seconds: float) -> argparse.Namespace:
-    """Parse the arguments of a script that measures on a GPU, and refuse to begin without one."""
+    """Parse the arguments of a script that measures on a GPU; fail without a GPU."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the results")
-    parser.add_argument("--seconds", type=float, default=seconds, help="when it ends; the rest is skipped by name")
-    parser.add_argument("--dry-run", action="store_true", help="everything on the CPU with tiny sizes")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=seconds,
+        help="time limit; rows for which no time is left are reported as skipped",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="run everything on the CPU with tiny sizes")
     options = parser.parse_args()
     if not options.dry_run and not torch.cuda.is_available():
         sys.exit("no GPU here; --dry-run exercises everything but the GPU")
@@ -118,12 +123,12 @@ def collect(report: Report, parts: Sequence[Part], seconds: float, device: str) 
 
 
 def why_not(row: Row) -> str | None:
-    """Return why a row has no figures, or None."""
+    """Return the reason that a row has no figures, or None."""
     return next((f"{key}: {row[key]}" for key in REASONS if key in row), None)
 
 
 def print_rows(title: str, columns: Sequence[str], rows: Sequence[Row], cells: Callable[[Row], Sequence[str]]) -> None:
-    """Print rows of one kind: their figures, or why there are none."""
+    """Print rows of one kind: their figures, or the reason that there are none."""
     print(f"{title:36s}{'length x batch':>14s}", *(f"{column:>11s}" for column in columns))
     for row in rows:
         figures = [why_not(row)] if why_not(row) else [f"{cell:>11s}" for cell in cells(row)]

@@ -3,10 +3,9 @@
 
     python -m benchmarks.gpu_speed [--shapes 131072x8,32768x1] [--skip int4] [--device cuda] [--small]
 
-A call reads another copy of its cache each time, more copies than the L2 cache holds. All calls of a round are queued behind
-a pause, so that events time the device and not the host; `launch_us` is the time of the host to queue one. Other
-implementations run in the same process on the same shapes. `bandwidth` is the share of the read bandwidth that is measured
-first.
+Each call reads another copy of its cache; the copies together exceed the L2 cache. All calls of a round are queued behind a
+pause, so that events time the device and not the host; `launch_us` is the time of the host to queue one. Other implementations
+run in the same process on the same shapes. `bandwidth` is a share of the read bandwidth, which is measured first.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ STEPS: dict[str, Callable[[Selected], Callable[[], object]]] = {
     ": top-k": lambda copy: functools.partial(copy.select, copy.score()),
     ": gather": lambda copy: functools.partial(copy.gather, copy.select(copy.score())),
 }
-"""Selection as a whole, and the three steps that it is made of."""
+"""Selection as a whole, and its three steps."""
 
 Call = Callable[[], object]
 
@@ -78,7 +77,7 @@ class Timer:
         if self.device == "cpu":
             return self._on_clock(calls) / len(calls) * 1e3
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(int(2e9 * 2 * min(launch, 0.1)))  # in cycles, of which there are at most 2e9 a second
+        torch.cuda._sleep(int(2e9 * 2 * min(launch, 0.1)))  # in cycles; a GPU has at most 2e9 a second
         start.record()
         for call in calls:
             call()
@@ -93,7 +92,7 @@ class Timer:
 
 @dataclass
 class Bandwidth:
-    """Bytes per millisecond that the device reads, and copies, which counts a byte twice; measured once."""
+    """Bytes per millisecond that the device reads, and copies (a copy counts a byte twice); measured once."""
 
     timer: Timer
     size: int
@@ -118,7 +117,7 @@ class Bandwidth:
 
 
 def copies_of(cache: Cache, device: str) -> int:
-    """Return how many copies of a cache do not fit into the L2 cache together, four times over."""
+    """Return the number of copies of a cache that together exceed the L2 cache four times."""
     if device == "cpu":
         return 2
     fast = torch.cuda.get_device_properties(device).L2_cache_size
@@ -127,13 +126,15 @@ def copies_of(cache: Cache, device: str) -> int:
 
 @dataclass(frozen=True)
 class Shape:
-    """Tokens and rows of a batch; every row has 8 streams."""
+    """Size of a problem; every row has 8 streams."""
 
     context: int
+    """Tokens of a row."""
     batch: int
+    """Rows of the batch."""
 
     def where(self, name: str) -> Row:
-        """Return the name of a row at this shape."""
+        """Return the keys that name a row at this shape."""
         return {"part": PART, "context": self.context, "batch": self.batch, "name": name}
 
     def streams(self, device: str) -> Streams:
@@ -142,7 +143,7 @@ class Shape:
 
 
 def copies(build: Callable[[Streams, int], Any], streams: Streams) -> list[Any]:
-    """Return caches of one kind, so many that the L2 cache does not hold them."""
+    """Return copies of a cache that together exceed the L2 cache."""
     first = build(streams, 0)
     return [first, *(build(streams, seed) for seed in range(1, copies_of(first, streams.q.device.type)))]
 
@@ -162,7 +163,7 @@ def time_step(shape: Shape, step: Callable[[Selected], Call], timer: Timer) -> R
 
 
 def time_peer(shape: Shape, prepare: Callable[..., Call], timer: Timer, bandwidth: Bandwidth) -> Row:
-    """Return the time of another implementation, in the layout that it reads; the share of bandwidth is that of dense pairs."""
+    """Return the time of another implementation in its own layout; the share of bandwidth is that of dense pairs."""
     random, device = generator(timer.device), timer.device
     q = torch.randn(shape.batch, H * G, 1, D, generator=random, device=device).bfloat16()
     sizes = (shape.batch, H, shape.context, D)

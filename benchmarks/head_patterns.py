@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether patterns of their own for all heads are better than lines for each, and what `zipvl` loses in other queries.
+"""Patterns calibrated for each head against the same pattern for all heads, and the loss of `zipvl` in other queries.
 
     PYTHONPATH=.:eval python -m benchmarks.head_patterns [--texts 8] [--length 1024] [--block 16]
 
-Patterns are those of `kvpress calibrate --method minference`, found on other texts than the reference model reads. Printed is
-the mean divergence of its next-token distributions from those of full attention, for patterns that read the same share of the
-pairs, and for `zipvl` with and without `wide`, which reads more.
+Patterns are those of `kvpress calibrate --method minference`, calibrated on other texts than the reference model reads here.
+Printed is the mean divergence of its next-token distributions from those of full attention, for patterns that read the same
+share of the pairs, and for `zipvl` with and without `wide`, which reads more.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ def main() -> None:
         for density in DENSITIES:
             path = Path(folder) / f"patterns-{density:g}.safetensors"
             calibrate(model, texts, PatternSettings(density, block=options.block), path)
-            for name, given in (
+            for name, specs in (
                 ("lines for every head", "vertical=1000000,slash=1000000"), ("by head", f"calibration='{path}'"),
             ):  # fmt: skip
-                spec = f"minference:{given},block={options.block},max_density={density}"
+                spec = f"minference:{specs},block={options.block},max_density={density}"
                 print(f"| {density:g} | {name} | {divergence(model, ids, full, spec):.3f} |", flush=True)
     for spec in ("zipvl", "zipvl:wide=true"):
         print(f"| | `{spec}` | {divergence(model, ids, full, spec):.3f} |", flush=True)
 
 
 def divergence(model: Any, ids: Tensor, full: Tensor, spec: str) -> float:
-    """Mean divergence of what a model says under a press from its `full` log-probabilities."""
+    """Return the mean divergence of a model under a press from its `full` log-probabilities."""
     with kvpress.get_press(spec)(model):
-        found = model(ids).logits.float().log_softmax(dim=-1)
-    return float((full.exp() * (full - found)).sum(dim=-1).mean())
+        log_probs = model(ids).logits.float().log_softmax(dim=-1)
+    return float((full.exp() * (full - log_probs)).sum(dim=-1).mean())
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile the Triton kernels for several chips, without any of them, and count what the machine code does.
+"""Compile the Triton kernels for several chips, without a GPU, and count the instructions of the machine code.
 
     python benchmarks/kernels_aot.py [--out benchmarks/results/aot.json] [--chips 80 90]
 
-Per variant: registers, spilled bytes, shared memory, and of the loop over the cache, or of the whole program where each reads
-one block: instructions, those per byte of cache (all warps together; inner loops count once), and the loads from global memory,
-by whether they go to shared memory asynchronously and whether they fetch 128 bits.
+Per variant: registers, spilled bytes, shared memory. Of the loop over the cache, or of the full program where each reads one
+block: instructions, instructions per byte of cache (all warps together; inner loops count once), and the loads from global
+memory, by whether they go to shared memory asynchronously and whether they load 128 bits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from kvpress.kernels.triton import grid  # noqa: E402
 
 CHIPS = (80, 90, 100, 120)
 SHARED = {80: 166_912, 90: 232_448, 100: 232_448, 120: 101_376}
-"""Shared memory that one program may use, in bytes."""
+"""Shared memory limit of one program, in bytes."""
 
 NARROW = {
     "int1 K32x1 V1x32 D128 M4": "32 rows of 16 bytes are 8 bytes for each of 64 threads",
@@ -51,37 +51,47 @@ TYPES = {"fp32": 4, "fp16": 2, "bf16": 2, "u8": 1}
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel with its arguments: pointer types, constants, and the bytes that one trip of its loop reads.
-
-    `streams` tells whether that loop is over the cache; a program without any reads its bytes once.
-    """
+    """A kernel with its arguments."""
 
     name: str
     kernel: Any
     pointers: dict[str, str]
+    """Type of each pointer argument."""
     constants: dict[str, Any]
+    """Compile-time constants."""
     read_bytes: float
+    """Bytes that one trip of the loop reads."""
     scalars: dict[str, str] = field(default_factory=dict)
     tuples: dict[str, tuple[str | None, ...]] = field(default_factory=dict)
     warps: int = 4
     stages: int = 3
     registers: int | None = None
     streams: bool = True
+    """Whether the loop is over the cache; a program without such a loop reads its bytes once."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What one variant compiles to."""
+    """Result of compiling one variant."""
 
     registers: int
+    """Registers per thread."""
     spills: int
+    """Spilled bytes per thread."""
     shared: int
+    """Shared memory of a program, in bytes."""
     instructions: int
+    """Instructions of the loop."""
     instructions_per_byte: float
+    """All warps together."""
     wide_copies: int
+    """Asynchronous copies to shared memory of 128 bits."""
     narrow_copies: int
+    """Asynchronous copies to shared memory of fewer bits."""
     wide_loads: int
+    """Other loads of 128 bits."""
     narrow_loads: int
+    """Other loads of fewer bits."""
 
 
 def dense_variant(dtype: str, D: int, rows: int, *, listed: bool = False, weighted: bool = False) -> Variant:
@@ -114,14 +124,14 @@ def packed_variant(
     row_scaled: bool = False,
     centred: bool = False,
 ) -> Variant:
-    """Quantised decode: keys in groups of rows unless told otherwise, values in groups of channels.
+    """Quantised decode; by default keys in groups of rows, values in groups of channels.
 
-    With `floats`, codes stand for levels and meet scales of that dtype without zeros; with `row_scaled`, keys have a factor;
-    with `centred`, the middle code stands for zero.
+    With `floats`, codes are indices of levels and have scales of that dtype without zeros; with `row_scaled`, keys have a
+    factor per row; with `centred`, the middle code means zero.
     """
     kg, vg = key_group or (group, 1), (1, group)
-    most = packed.limits(2 * D, rank > 0 or outliers, floats is not None, vg[1] == D and not listed)
-    block, fold = packed.block_rows(kg[0], not listed, most.block)
+    launch = packed.limits(2 * D, rank > 0 or outliers, floats is not None, vg[1] == D and not listed)
+    block, fold = packed.block_rows(kg[0], not listed, launch.block)
     key = packed.byte_chunks(D, bits, None if fold else kg[1])
     value = packed.byte_chunks(D, bits, vg[1])
     narrow = 0 if floats is None else NARROW_SCALES.get(floats, 0)
@@ -154,7 +164,7 @@ def packed_variant(
     shape = f"K{kg[0]}x{kg[1]} V{vg[0]}x{vg[1]}"
     name = f"int{bits}{'-select' if listed else ''} {shape} D{D} M{rows}{corrected}"
     read_bytes = block * (2 * D * bits / 8 + scales + 2 * row_scaled)
-    limits: dict[str, Any] = {"warps": most.warps, "stages": packed.STAGES, "registers": most.registers}
+    limits: dict[str, Any] = {"warps": launch.warps, "stages": packed.STAGES, "registers": launch.registers}
     tuples = {"KEY_TERMS": terms, "VALUE_TERMS": terms}
     return Variant(name, packed.decode_kernel, pointers, constants, read_bytes, tuples=tuples, **limits)
 
@@ -171,9 +181,9 @@ def coded_variant(
     weighted: bool = False,
     outliers: bool = False,
 ) -> Variant:
-    """Decode on codes for so many coupled channels; with `half`, keys that are rotated when read.
+    """Decode on codes for `coupled` channels each; with `half`, keys get their rotary embedding when read.
 
-    With `scaled`, one book serves all groups and rows have scales; `weighted` adds log-weights and an index of streams.
+    With `scaled`, one codebook serves all groups and rows have scales; `weighted` adds log-weights and an index of streams.
     """
     sizes = {"B": bits, "G": D // coupled, "BG": 1 if scaled else D // coupled, "E": 2**bits, "C": coupled}
     key, value = coded.spans(D, coupled, half), coded.spans(D, coupled, 0)
@@ -234,7 +244,7 @@ def _scores(
 
 
 def prefill_variant(dtype: str, D: int, block: int, *, columns: bool = False) -> Variant:
-    """Sparse causal attention of query blocks of that many tokens."""
+    """Sparse causal attention of query blocks of `block` tokens."""
     padded = grid.padded(D)
     keys = prefill.key_rows(block, 2 * padded, TYPES[dtype])
     pointers = {"Q": dtype, "KEYS": dtype, "VALUES": dtype, "ENDS": "i64", "TILES": "i32", "OUT": "fp32", "LSE": "fp32"}
@@ -306,7 +316,7 @@ def other_variants() -> Iterator[Variant]:
 
 
 def variants() -> Iterator[Variant]:
-    """Everything in the table."""
+    """Yield all variants of the table."""
     for dtype, D in (("bf16", 64), ("bf16", 80), ("bf16", 96), ("bf16", 128), ("bf16", 192), ("bf16", 256)):
         yield dense_variant(dtype, D, 16)
     yield dense_variant("fp16", 128, 16)
@@ -429,12 +439,12 @@ def compile_variant(variant: Variant, chip: int) -> Figures:
 
 
 def instructions(code: str) -> list[str]:
-    """All instructions of disassembled code."""
+    """Return all instructions of disassembled code."""
     return [line.strip() for line in re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", code, re.MULTILINE)]
 
 
 def main_loop(code: str) -> list[str]:
-    """The instructions of the innermost loop with a softmax."""
+    """Return the instructions of the innermost loop with a softmax."""
     lines: list[str] = []
     labels: dict[str, int] = {}
     for line in code.splitlines():
@@ -457,7 +467,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--chips", type=int, nargs="+", default=list(CHIPS))
     parser.add_argument(
-        "--only", default="", help="variants whose name contains this; others stay in the file as they are"
+        "--only", default="", help="variants whose name contains this; the other variants of the file are kept"
     )
     arguments = parser.parse_args()
     names = ("regs", "spills", "shared", "instr", "/byte", "copy128", "copy", "load128", "load")
@@ -474,7 +484,9 @@ def main() -> None:
         if arguments.only and arguments.out.is_file():
             before = json.loads(arguments.out.read_text())
             if before["triton"] != triton.__version__:
-                parser.error(f"{arguments.out} was made with triton {before['triton']}: make all of it again")
+                parser.error(
+                    f"{arguments.out} was made with triton {before['triton']}: remove --only to make the whole table again"
+                )
             names_now = {variant.name for variant in variants()}
             results = {name: chips for name, chips in before["variants"].items() if name in names_now} | results
         record = {"triton": triton.__version__, "variants": results}

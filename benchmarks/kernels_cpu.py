@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speed of the CPU decode kernels next to plain torch and to the memory bandwidth of the same run.
+"""Speed of the CPU decode kernels, compared with plain torch and with the memory bandwidth in the same run.
 
     python benchmarks/kernels_cpu.py [--tokens 32768,131072] [--levels avx2,avx512] [--repeats 9] [--out results.json]
 
-One layer, batch 1, 32 query and 8 key-value heads, D = 128, bfloat16, on one thread and then on two. Every call meets cold
-caches (as much as the largest holds is read between calls, 192 MiB or more), the contenders take turns, and medians and minima
-are printed with the error of each result against float32 attention over the same cache as it is stored. Selection chooses one
-row in 16 by 16 channels of the keys, held in 4 bits; its steps are also timed alone, label scores and top-k together as well,
-which is how they are done. Rows with a scale each are what ZipCache reads. Contenders named float32 stand for models in that
-type: dense rows of it, and codes whose scales have it.
+One layer, batch 1, 32 query and 8 key-value heads, D = 128, bfloat16, on one thread and then on two. Every call starts with
+cold caches (192 MiB, or the size of the largest cache if that is more, are read between calls), the contenders take turns, and
+medians and minima are printed with the error of each result against float32 attention over the same stored cache. Selection
+chooses one row in 16 by 16 channels of the keys, stored in 4 bits; its steps are also timed alone, and label scores and top-k
+together, as a press runs them. ZipCache reads rows with one scale each. Contenders named float32 are for models of that dtype:
+dense rows of it, and codes with scales of it.
 
 The last line of each length is one JSON object of ratios of minima: ``x_vs_y`` is how many times as fast as y x is on one
-thread, ``x_two_threads`` how many times as fast as on one, and ``dense_bandwidth`` the fraction of the bandwidth of reading
-the same bytes alone, on as many threads (how fast another array is read hangs on where it happens to lie).
+thread, ``x_two_threads`` how many times as fast as on one, and ``dense_bandwidth`` the fraction of the bandwidth of reading the
+same bytes alone, on as many threads (the speed of another array depends on its location in memory).
 
 Instruction-set levels are measured one after the other, each in a process of its own, `all` for every one that this processor
-has; torch is held to the level too, as on a processor that has no more (the last level is that of the processor itself). What
-torch has no kernel for there, and takes ten times as long as with its others, is left out.
+has; torch is limited to the level too, as on a processor without the higher ones (the last level is that of the processor
+itself). Forms without a torch kernel at a level, which take ten times as long as the others, are left out.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ RATIOS = {
     "float32_int4": "int4 float32",
     "float32_int3": "int3 float32",
 }
-"""Contenders that are compared with dense decode of their type, by their name in the ratios."""
+"""Contenders that are compared with dense decode of their dtype, by their name in the ratios."""
 
 Calls = dict[tuple[str, int], Callable[[], object]]
 
 
 def encoded(streams: Streams) -> dict[str, Cache]:
-    """One layer in every format that holds fewer bits."""
+    """Return one layer in every format with fewer bits."""
     return {
         "int4": Uniform(streams, 4),
         "int2": Uniform(streams, 2),
@@ -78,18 +78,18 @@ def encoded(streams: Streams) -> dict[str, Cache]:
 
 
 def dense_of(name: str) -> str:
-    """The contender that reads as many pairs uncompressed."""
+    """Return the contender that reads as many pairs uncompressed."""
     return "dense float32" if name.endswith("float32") else "dense"
 
 
 def reading(dense: Dense) -> Callable[[], object]:
-    """Sums over all that the cache holds, as float32 numbers: the least that a kernel that reads it can take."""
+    """Return a sum over the whole cache as float32 numbers: a lower bound of the time of a kernel that reads it."""
     words = [side.view(torch.float32) for side in dense.tensors()]
     return lambda: [side.sum() for side in words]
 
 
 def torch_forms(dense: Dense) -> dict[str, Callable[[], Tensor]]:
-    """The best that plain torch offers for one query row per head."""
+    """Return the fastest forms in plain torch for one query row per head."""
     q = dense.streams.q
     k, v = (side.view(H, -1, D) for side in dense.tensors())
 
@@ -104,10 +104,10 @@ def torch_forms(dense: Dense) -> dict[str, Callable[[], Tensor]]:
 
 
 def usable(forms: dict[str, Callable[[], Tensor]]) -> dict[str, Callable[[], Tensor]]:
-    """Without those that take ten times as long as the fastest."""
+    """Return the forms without those that take ten times as long as the fastest."""
     seconds = {}
     for name, call in forms.items():
-        call()  # sets up what torch keeps
+        call()  # torch sets up its caches
         begin = time.perf_counter()
         call()
         seconds[name] = time.perf_counter() - begin
@@ -115,7 +115,7 @@ def usable(forms: dict[str, Callable[[], Tensor]]) -> dict[str, Callable[[], Ten
 
 
 def steps(selected: Selected) -> dict[str, Callable[[], object]]:
-    """What selection spends its time on."""
+    """Return the steps of selection."""
     scores = selected.score()
     rows = selected.select(scores)
     return {
@@ -127,7 +127,7 @@ def steps(selected: Selected) -> dict[str, Callable[[], object]]:
 
 
 def take_turns(calls: Calls, repeats: int, flush: Tensor) -> dict[tuple[str, int], list[float]]:
-    """Seconds of each call, named with its number of threads, with cold caches and interleaved."""
+    """Return the seconds of each call, keyed by name and number of threads, with cold caches and interleaved."""
     seconds: dict[tuple[str, int], list[float]] = {name: [] for name in calls}
     for warm in range(repeats + 1):
         for (name, threads), call in calls.items():
@@ -141,26 +141,26 @@ def take_turns(calls: Calls, repeats: int, flush: Tensor) -> dict[tuple[str, int
     return seconds
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    return float((found.float() - expected).abs().max() / expected.abs().max())
+def relative_error(result: Tensor, expected: Tensor) -> float:
+    return float((result.float() - expected).abs().max() / expected.abs().max())
 
 
 def run(tokens: int, repeats: int, streamed: int | None = None) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """The ratios, and one row per contender and number of threads; `streamed` bytes are read between calls."""
+    """Return the ratios, and one row per contender and number of threads; `streamed` bytes are read between calls."""
     flush = torch.ones((streamed or streamed_bytes()) // 4)
     streams = Streams.random([tokens] * H, G, D, torch.bfloat16)
     dense = Dense(streams)
     selected = Selected(dense, label_bits=4)
     wide = Dense(replace(streams, q=streams.q.float()))
-    held: dict[str, Cache] = {"dense": dense, "dense float32": wide, **encoded(streams), "select 1/16": selected}
+    caches: dict[str, Cache] = {"dense": dense, "dense float32": wide, **encoded(streams), "select 1/16": selected}
 
-    expected = {name: cache.reference()[0] for name, cache in held.items()}
-    errors = {name: relative_error(cache.attend()[0], expected[name]) for name, cache in held.items()}
+    expected = {name: cache.reference()[0] for name, cache in caches.items()}
+    errors = {name: relative_error(cache.attend()[0], expected[name]) for name, cache in caches.items()}
     plain = usable(torch_forms(dense))
     errors |= {name: relative_error(call(), expected["dense"]) for name, call in plain.items()}
 
     ours: dict[str, Callable[[], object]] = {READ: reading(dense)}
-    ours |= {name: cache.attend for name, cache in held.items()} | steps(selected)
+    ours |= {name: cache.attend for name, cache in caches.items()} | steps(selected)
     calls: Calls = {(name, 1): call for name, call in (plain | ours).items()}
     calls |= {(name, 2): call for name, call in ours.items()}
     seconds = take_turns(calls, repeats, flush)
@@ -184,18 +184,23 @@ def run(tokens: int, repeats: int, streamed: int | None = None) -> tuple[dict[st
         **{f"{key}_vs_dense": best[dense_of(name), 1] / best[name, 1] for key, name in RATIOS.items()},
         "dense_bandwidth_two_threads": bandwidth(2),
         **{f"{key}_two_threads": best[name, 1] / best[name, 2] for key, name in RATIOS.items()},
-        "max_error": max(errors[name] for name in held),
+        "max_error": max(errors[name] for name in caches),
     }
     return {name: round(value, 6) for name, value in ratios.items()}, rows
 
 
 def row(name: str, threads: int, times: list[float], error: float | None) -> dict[str, Any]:
-    found = {"name": name, "threads": threads, "median_ms": statistics.median(times) * 1e3, "min_ms": min(times) * 1e3}
-    return found if error is None else found | {"error": error}
+    figures = {
+        "name": name,
+        "threads": threads,
+        "median_ms": statistics.median(times) * 1e3,
+        "min_ms": min(times) * 1e3,
+    }
+    return figures if error is None else figures | {"error": error}
 
 
 def measure(level: str, lengths: list[int], repeats: int) -> list[dict[str, Any]]:
-    """What one level does at each length."""
+    """Return the figures of one level at each length."""
     torch.set_num_threads(1)
     use(level)
     results = []

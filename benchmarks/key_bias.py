@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which codecs keep their answers at 3 bits where keys have a large bias, as those of models of the Qwen2 kind do.
+"""Divergence of codecs at 3 bits where keys have a large bias, as in models like Qwen2.
 
     python benchmarks/key_bias.py
     python benchmarks/key_bias.py --model FOLDER
 
-The reference model gets a bias in two slowly turning pairs of rotary channels, which its softmax hardly sees: a number that all
-logits have in common. Printed is the mean divergence from the full cache of the same model, along the tokens behind a prompt,
-without the bias and with it. Codecs that are fitted to a model are fitted to each of the two.
+The reference model gets a bias in two slowly turning pairs of rotary channels, which hardly changes its softmax: it adds nearly
+the same number to all logits. Printed is the mean divergence from the full cache of the same model, along the tokens after a
+prompt, without the bias and with it. Codecs that are calibrated for a model are calibrated for each of the two.
 
-With `--model`, a Llama in a folder reads Python source instead: 64 tokens behind 1024, in one pass. A further column has the
-bias in two pairs that turn fast, where it is another vector at every position.
+With `--model`, a Llama in a folder reads Python source instead: 64 tokens after 1024, in one pass. A further column has the
+bias in two pairs that turn fast, where it is a different vector at every position.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvpress.calibrate.corpus import documents, pack
 from kvpress.hf.models import with_cache
 
 BIAS = 40.0
-"""Of four channels of every head; keys of the model have a size of about 2."""
+"""Bias of four channels of every head; keys of the model have a size of about 2."""
 TEXT = "".join(
     f" The code for {name} is {code}." + " The old river runs." * 8 for name, code in (("tiger", 4837), ("otter", 9162))
 )
@@ -72,7 +72,7 @@ PRETRAINED = (
     "zipcache",
 )
 SLOW, FAST = (30, 31, 62, 63), (2, 5, 34, 37)
-"""Channels of the bias, of 64: pairs of rotary channels that turn slowly and fast."""
+"""Channels of the bias, of 64: rotary pairs that turn slowly, and that turn fast."""
 
 
 def with_bias(model: Any, size: float = BIAS, channels: tuple[int, ...] = SLOW) -> nn.Module:
@@ -90,7 +90,7 @@ def with_bias(model: Any, size: float = BIAS, channels: tuple[int, ...] = SLOW) 
 
 @dataclass(frozen=True)
 class Exact:
-    """What a model says with its full cache: log-probabilities along `steps` behind `ids`, token ids `[1, T]`."""
+    """Log-probabilities of a model with its full cache, along `steps` after `ids`, token ids `[1, T]`."""
 
     model: Any
     ids: Tensor
@@ -99,30 +99,30 @@ class Exact:
 
     @classmethod
     def of(cls, model: Any, tokenizer: Any, repeat: int = 1) -> Exact:
-        """Read the prompt, which says its text so many times, and the steps at once."""
+        """Read the prompt, which has its text `repeat` times, and the steps at once."""
         ids, steps = (tokenizer(text, return_tensors="pt").input_ids for text in (TEXT * repeat, STEPS))
         with torch.inference_mode():
             logits = model(torch.cat([ids, steps], dim=1)).logits[:, ids.shape[1] :]
         return cls(model, ids, steps, logits.float().log_softmax(-1))
 
     def divergence(self, spec: str) -> float:
-        """Mean divergence of the model under a press that reads the steps one by one."""
+        """Return the mean divergence of the model under a press that reads the steps one by one."""
         with torch.inference_mode(), kvpress.get_press(spec)(self.model):
             cache = self.model(self.ids, use_cache=True).past_key_values
             logits = [self.model(step, **with_cache(cache)).logits for step in self.steps.split(1, dim=1)]
-        found = torch.cat(logits, dim=1).float().log_softmax(-1)
-        return float((self.expected.exp() * (self.expected - found)).sum(-1).mean())
+        log_probs = torch.cat(logits, dim=1).float().log_softmax(-1)
+        return float((self.expected.exp() * (self.expected - log_probs)).sum(-1).mean())
 
 
 def divergences(model: Any, ids: Tensor, steps: Tensor) -> list[float]:
-    """Mean divergence of a model under each press, along steps that are read in one pass behind a prompt."""
+    """Return the mean divergence of a model under each press, along steps that are read in one pass after a prompt."""
     presses = [kvpress.get_press(spec) for spec in ("none", *PRETRAINED)]
-    found = []
+    rows = []
     for press, cache in zip(presses, kvpress.prefill(model, presses, ids).caches, strict=True):
         with torch.inference_mode(), press(model):
-            found.append(model(steps, **with_cache(cache)).logits.float().log_softmax(-1))
-    expected, *others = found
-    return [float((expected.exp() * (expected - other)).sum(-1).mean()) for other in others]
+            rows.append(model(steps, **with_cache(cache)).logits.float().log_softmax(-1))
+    expected, *others = rows
+    return [float((expected.exp() * (expected - compressed)).sum(-1).mean()) for compressed in others]
 
 
 def pretrained(folder: str, prompt: int = 1024, steps: int = 64) -> None:
@@ -133,7 +133,7 @@ def pretrained(folder: str, prompt: int = 1024, steps: int = 64) -> None:
     print(f"{steps} tokens behind {prompt}, bias {BIAS:g}, {date.today().isoformat()}\n")
     print("| codec | without bias | slow | fast |\n|---|---:|---:|---:|", flush=True)
     models = model, with_bias(model, channels=SLOW), with_bias(model, channels=FAST)
-    columns = [divergences(each, ids[:, :prompt], ids[:, prompt:]) for each in models]
+    columns = [divergences(network, ids[:, :prompt], ids[:, prompt:]) for network in models]
     for spec, *figures in zip(PRETRAINED, *columns, strict=True):
         print(f"| `{spec}` | {' | '.join(f'{figure:.4f}' for figure in figures)} |")
 
@@ -141,7 +141,7 @@ def pretrained(folder: str, prompt: int = 1024, steps: int = 64) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="folder of a Llama with heads of 64 channels; the reference model without it")
+    parser.add_argument("--model", help="folder of a Llama with heads of 64 channels; the reference model by default")
     folder = parser.parse_args().model
     if folder is not None:
         pretrained(folder)
@@ -155,12 +155,12 @@ def main() -> None:
     sequences = pack(tokenizer, documents(str(DATA)), 1024, 8)
     with tempfile.TemporaryDirectory() as folder:
         for spec, settings in FITTED.items():
-            found = []
+            rows = []
             for name, exact in (("plain", plain), ("loud", loud)):
                 path = Path(folder) / f"{settings.method}-{name}.safetensors"
                 calibrate(exact.model, sequences, settings, path)
-                found.append(exact.divergence(f"{spec},calibration='{path}'"))
-            print(f"| `{spec}` | {found[0]:.4f} | {found[1]:.4f} |", flush=True)
+                rows.append(exact.divergence(f"{spec},calibration='{path}'"))
+            print(f"| `{spec}` | {rows[0]:.4f} | {rows[1]:.4f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether bits that `kvpress calibrate --method bits` gives to each layer are better than as many everywhere.
+"""Bits per layer of `kvpress calibrate --method bits` against the same bits in every layer.
 
     PYTHONPATH=.:eval python -m benchmarks.layer_bits [--texts 16] [--tokens 128]
 
-The table is made from other texts than those that are read. Beside it are as many bits for every layer, the two ways to share
-them between keys and values where they are no whole number, and the table upside down: the first layer gets what the last one
-should. Printed are the mean divergence from the full cache along the tokens behind 1024 others, and the difference to the first
-row of an average with its 95% interval over texts. `docs/quantisation.md` gets the table.
+The table is calibrated on other texts than those that are read. It is compared with the same bits in every layer, with the two
+ways to share them between keys and values where they are not an integer, and with the reversed table: the first layer gets the
+bits of the last one. Printed are the mean divergence from the full cache along the tokens after a context of 1024, and the
+difference to the first row of the same average with its 95% interval over texts. The table is written into
+`docs/quantisation.md`.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from kvpress.calibrate.corpus import documents, pack
 
 CODECS = ("kivi:bits={},residual_length=0", "rotated:bits={},residual_length=0", "gear_l:bits={},residual_length=0")
 PLAIN = {3.0: ("3",), 2.5: ("(3,2)", "(2,3)")}
-"""As many bits in every layer, by the average."""
+"""The same bits in every layer, by their average."""
 
 
 def tables(model: torch.nn.Module, tokenizer: object, average: float, folder: Path) -> dict[str, str]:
-    """Bits of every layer as settings of a codec: from a file, and upside down."""
+    """Return the bits of every layer as settings of a codec: from a calibrated file, and reversed."""
     path = folder / f"bits-{average:g}.safetensors"
     calibrate(model, pack(tokenizer, documents(str(DATA)), 1024, 8), BitsSettings(average), path)
     pairs = kvpress.KIVIPress(str(path)).layer_bits().pairs
@@ -57,16 +58,16 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         for average, plain in PLAIN.items():
-            made = tables(engine.model, engine.tokenizer, average, Path(folder))
+            allocations = tables(engine.model, engine.tokenizer, average, Path(folder))
             for codec in CODECS:
                 first: Tensor | None = None
-                for name, bits in ({bits: bits for bits in plain} | made).items():
-                    found = comparison.fidelity(codec.format(bits))
-                    kl = found.kl.mean(dim=1)
+                for name, bits in ({bits: bits for bits in plain} | allocations).items():
+                    fidelity = comparison.fidelity(codec.format(bits))
+                    kl = fidelity.kl.mean(dim=1)
                     first = kl if first is None else first
                     moved = paired_difference([list(zip(kl.tolist(), first.tolist(), strict=True))])
                     print(
-                        f"| {average:g} | `{codec.partition(':')[0]}` | {name} | {found.prompt_bits:.3f} | "
+                        f"| {average:g} | `{codec.partition(':')[0]}` | {name} | {fidelity.prompt_bits:.3f} | "
                         f"{float(kl.mean()):.4f} | {moved.mean:+.4f} | {moved.low:+.4f} to {moved.high:+.4f} |",
                         flush=True,
                     )

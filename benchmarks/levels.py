@@ -17,11 +17,11 @@ TORCH_LEVELS = {
     "avx512_vnni": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"},
     "avx512_vbmi": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"},
 }
-"""What holds torch and its libraries to a level; they ask when they are first used."""
+"""Environment variables that limit torch and its libraries to a level; they are read at first use."""
 
 
 def levels_of(text: str | None) -> tuple[str, ...]:
-    """Instruction-set levels by name, slowest first: `all` that this processor has, or the fastest one without a text.
+    """Return instruction-set levels by name, slowest first: `all` of this processor, or the fastest one without a text.
 
     Raises:
         ValueError: this processor lacks one, or there is none of that name.
@@ -29,7 +29,7 @@ def levels_of(text: str | None) -> tuple[str, ...]:
     supported = build.supported_levels()
     named = supported if text == "all" else (text or build.best_level()).split(",")
     if lacking := [level for level in named if level not in supported]:
-        raise ValueError(f"no level {lacking[0]!r} on this processor; use all, or of {', '.join(supported)}")
+        raise ValueError(f"no level {lacking[0]!r} on this processor; use all, or some of {', '.join(supported)}")
     return tuple(level for level in supported if level in named)
 
 
@@ -43,13 +43,13 @@ def use(level: str | None) -> None:
 
 @contextmanager
 def torch_held_to(level: str) -> Iterator[None]:
-    """Processes that start meanwhile find torch held to a level, as on a processor that has no more.
+    """Limit torch to a level in the processes that start meanwhile, as on a processor without the higher levels.
 
-    At the last level of this processor torch chooses freely. What the user has set is back afterwards.
+    At the last level of this processor torch chooses freely. The user's settings are restored afterwards.
     """
-    held = {} if level == build.supported_levels()[-1] else TORCH_LEVELS[level]
-    before = {name: os.environ.get(name) for name in held}
-    os.environ.update(held)
+    variables = {} if level == build.supported_levels()[-1] else TORCH_LEVELS[level]
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:

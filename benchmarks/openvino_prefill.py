@@ -5,12 +5,12 @@
                                   [--prompts diffuse local] [--out benchmarks/results/openvino_prefill.json]
 
 The layer is that of `benchmarks/patterns.py`: 8 query and 2 kv heads of dim 64, float32. `diffuse` is its random prompt; in
-`local` neighbours resemble each other, so that thresholds leave most of a long prompt out. Both read tiles of 64 by 64 tokens,
-estimated with stride 8. OpenVINO's is its operator of paged attention, which also copies keys and values into pages of 32
-tokens; ours gets them as they are. Error is the norm of the difference to full attention in units of its norm. OpenVINO does
-not say which tiles it read. Best of all rounds, in which all take their turns; shorter prompts have as many more. On a machine
-that does other work besides, run it again: rows of an earlier run of the same versions, with the same threads, stay where they
-were faster. Without OpenVINO (extra `bench`) its rows say why they are empty. `docs/prefill.md` gets the table.
+`local` neighbours resemble each other, so that thresholds skip most of a long prompt. Both read tiles of 64 by 64 tokens,
+estimated with stride 8. OpenVINO's operator is paged attention, which also copies keys and values into pages of 32 tokens; ours
+reads them in place. Error is the norm of the difference to full attention, relative to its norm. OpenVINO does not report the
+tiles that it read. Times are the best of all rounds, in which contenders take turns; shorter prompts have more rounds. On a
+busy machine, run it again: rows of an earlier run of the same versions, with the same threads, stay where they were faster.
+Without OpenVINO (extra `bench`) its rows give the reason. The table is written into `docs/prefill.md`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Run = Callable[[], Tensor]
 
 
 def local_prompt(length: int, width: int = 256) -> Prompt:
-    """A layer whose queries look at about `width` neighbours, besides noise."""
+    """Return a layer whose queries attend to about `width` neighbours, with noise added."""
     prompt = random_prompt(length)
     turns = torch.arange(length)[:, None] * torch.randn(64) / width + 2 * torch.pi * torch.rand(64)
     place = 8 * 32**-0.5 * turns.cos()
@@ -55,7 +55,7 @@ PROMPTS = {"diffuse": random_prompt, "local": local_prompt}
 
 
 def dense(prompt: Prompt) -> Tensor:
-    """Full attention by torch."""
+    """Return full attention by torch."""
     return torch.nn.functional.scaled_dot_product_attention(
         prompt.queries, prompt.keys, prompt.values, is_causal=True, enable_gqa=True
     )
@@ -63,12 +63,12 @@ def dense(prompt: Prompt) -> Tensor:
 
 def ours(threshold: float) -> Pattern:
     press: Any = kvpress.get_press(f"xattention:threshold={threshold},block={BLOCK},stride={STRIDE}")
-    found: Pattern = press.pattern_at(0)
-    return found
+    pattern: Pattern = press.pattern_at(0)
+    return pattern
 
 
 def openvino(prompt: Prompt, threads: int) -> Callable[[float | None], Run]:
-    """What attends with a threshold, or fully, by OpenVINO's operator of paged attention.
+    """Return a function that attends with a threshold, or fully, by OpenVINO's operator of paged attention.
 
     Raises:
         ModuleNotFoundError: it is not installed.
@@ -142,7 +142,7 @@ def openvino(prompt: Prompt, threads: int) -> Callable[[float | None], Run]:
 
 @torch.no_grad()
 def measured(kind: str, length: int, threads: int, rounds: int) -> list[dict[str, Any]]:
-    """Rows of a prompt: what each took and how far it is off."""
+    """Return rows of a prompt: time and error of each contender."""
     prompt = PROMPTS[kind](length)
     full = dense(prompt)
     runs: dict[tuple[str, float | None], Run] = {("torch", None): lambda: dense(prompt)}
@@ -175,26 +175,28 @@ def measured(kind: str, length: int, threads: int, rounds: int) -> list[dict[str
 
 
 def joined(record: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
-    """Return a record with the best times of an earlier one too, where that was of the same versions."""
+    """Return a record with the best times of it and of an earlier one, where that one has the same versions."""
     alike = ("machine", "threads", "openvino")
     if any(record[name] != earlier[name] for name in alike):
         return record
-    held = {tuple(row[name] for name in ("prompt", "length", "name", "threshold")): row for row in earlier["rows"]}
+    earlier_rows = {
+        tuple(row[name] for name in ("prompt", "length", "name", "threshold")): row for row in earlier["rows"]
+    }
     for row in record["rows"]:
-        known = held.get(tuple(row.get(name) for name in ("prompt", "length", "name", "threshold")))
-        if known is None or row.get("seconds", 0) < known["seconds"]:
-            held[row["prompt"], row["length"], row["name"], row.get("threshold")] = row
-    base = {(row["prompt"], row["length"]): row["seconds"] for row in held.values() if row["name"] == "torch"}
+        earlier_row = earlier_rows.get(tuple(row.get(name) for name in ("prompt", "length", "name", "threshold")))
+        if earlier_row is None or row.get("seconds", 0) < earlier_row["seconds"]:
+            earlier_rows[row["prompt"], row["length"], row["name"], row.get("threshold")] = row
+    base = {(row["prompt"], row["length"]): row["seconds"] for row in earlier_rows.values() if row["name"] == "torch"}
     rows = [
         row | {"times": base[row["prompt"], row["length"]] / row["seconds"]}
-        for row in held.values()
+        for row in earlier_rows.values()
         if "seconds" in row
     ]
     return record | {"rows": rows, "runs": earlier.get("runs", 1) + 1}
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """The table of docs/prefill.md."""
+    """Return the table of docs/prefill.md."""
     lines = [
         f"`{record['command']}`, {record['machine']}, {record['threads']} threads, OpenVINO {record['openvino']}, "
         f"{record['date']}, runs: {record['runs']}.",
@@ -224,9 +226,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     try:
-        known = version("openvino")
+        openvino_version = version("openvino")
     except PackageNotFoundError:
-        known = "is not installed"
+        openvino_version = "is not installed"
     rows: list[dict[str, Any]] = []
     for kind in options.prompts:
         for length in options.lengths:
@@ -236,7 +238,7 @@ def main() -> None:
         "date": date.today().isoformat(),
         "machine": cpu_model(),
         "threads": options.threads,
-        "openvino": known,
+        "openvino": openvino_version,
         "command": shlex.join(["python", "-m", "benchmarks.openvino_prefill", *sys.argv[1:]]),
         "runs": 1,
         "rows": rows,

@@ -2,8 +2,8 @@
 """Host time per layer and generated token that a press adds, on a model and prompts so small that kernels cost little.
 
 A random Llama (12 layers, hidden 64, 4 query and 2 kv heads, head dim 16, float32) reads 64 tokens and generates; runs under
-all presses are interleaved, one thread, and medians are compared with runs without a press. Apart from that, timers around
-the parts of a forward pass say where the time goes: what a part calls counts for that part only if it has no timer itself.
+all presses are interleaved, one thread, and medians are compared with runs without a press. In separate runs, timers around the
+parts of a forward pass show where the time goes: a called function counts for its caller only if it has no timer itself.
 
     python benchmarks/overhead.py [--rounds 9] [--tokens 64] [--out benchmarks/results/overhead_cpu.json]
 
@@ -56,7 +56,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "operators": [(kernels, "decode"), (kernels, "decode_parts")],
     "settle": [(Session, "follow")],
 }
-"""Parts of a pass by the functions that make them up; operators are the kernels with the checks of their arguments."""
+"""Parts of a pass and their functions; operators are the kernels, with the checks of their arguments."""
 
 
 def build_model() -> LlamaForCausalLM:
@@ -77,7 +77,7 @@ def build_model() -> LlamaForCausalLM:
 
 
 class Timers:
-    """Seconds spent in each part, what other timed parts took inside it left out."""
+    """Seconds spent in each part, without the time of other timed parts inside it."""
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
@@ -110,7 +110,7 @@ class Timers:
 def generate(
     model: Any, press: Any, ids: Tensor, mask: Tensor | None, tokens: int, seconds: Counter[str] | None = None
 ) -> float:
-    """Seconds of all decode steps; the prefill is left out, of the parts in `seconds` too."""
+    """Return the seconds of all decode steps; the prefill is left out, also of the parts in `seconds`."""
     with nullcontext() if press is None else press(model):
         cache = model(ids, attention_mask=mask, use_cache=True).past_key_values
         position = torch.full((ids.shape[0], 1), PROMPT)
@@ -125,12 +125,12 @@ def generate(
 
 
 def measure(model: Any, ids: Tensor, mask: Tensor | None, rounds: int, tokens: int) -> dict[str, dict[str, float]]:
-    """Microseconds per layer and token: what each press adds to a pass, and what of it each part takes."""
+    """Return microseconds per layer and token: the time that each press adds to a pass, and the share of each part."""
     presses = {"no press": None, **{name: kvpress.get_press(spec) for name, spec in PRESSES.items()}}
     totals: dict[str, list[float]] = {name: [] for name in presses}
     parts: dict[str, dict[str, list[float]]] = {name: {part: [] for part in PARTS} for name in PRESSES}
     scale = 1e6 / tokens / model.config.num_hidden_layers
-    for turn in range(rounds + 1):  # the first one compiles kernels and is not counted
+    for turn in range(rounds + 1):  # the first run compiles kernels and is not counted
         for name, press in presses.items():
             seconds = generate(model, press, ids, mask, tokens)
             if turn:
@@ -144,9 +144,9 @@ def measure(model: Any, ids: Tensor, mask: Tensor | None, rounds: int, tokens: i
     base = statistics.median(totals["no press"])
     rows: dict[str, dict[str, float]] = {"no press": {"pass": round(base, 1)}}
     for name in PRESSES:
-        whole = statistics.median(totals[name])
-        shares = {part: round(statistics.median(found), 1) for part, found in parts[name].items()}
-        rows[name] = {"pass": round(whole, 1), "added": round(whole - base, 1), **shares}
+        total = statistics.median(totals[name])
+        shares = {part: round(statistics.median(samples), 1) for part, samples in parts[name].items()}
+        rows[name] = {"pass": round(total, 1), "added": round(total - base, 1), **shares}
     return rows
 
 

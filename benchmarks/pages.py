@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of benchmarks in the pages of `docs`, between two marks that name them."""
+"""Write tables of benchmarks into the pages of `docs`, between two marks with their name."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 
 def put(page: Path, name: str, text: str) -> None:
-    """Write a text between the marks `<!-- name -->` and `<!-- end of name -->` of a page, in place of what is there."""
+    """Replace the text between the marks `<!-- name -->` and `<!-- end of name -->` of a page."""
     begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
-    before, _, rest = page.read_text().partition(begin)
-    _, found, after = rest.partition(end)
-    if not found:
-        raise ValueError(f"{page.name} must hold {begin} and, behind it, {end}")
+    before, _, remainder = page.read_text().partition(begin)
+    _, end_mark, after = remainder.partition(end)
+    if not end_mark:
+        raise ValueError(f"{page.name} must have the mark {begin}, followed by {end}")
     page.write_text(f"{before}{begin}\n{text.strip()}\n{end}{after}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading one prompt with several processes: seconds until the cache is compressed, beside those of one process.
+"""Reading one prompt with several processes: seconds until the cache is compressed, compared with one process.
 
 python benchmarks/parallel.py --length 16384 --processes 2 --out benchmarks/results/parallel.json
 
@@ -24,7 +24,7 @@ from kvpress.hf.generation.parallel_prefill import balanced
 
 
 def reading(rank: int, folder: str, args: argparse.Namespace, queue: Any) -> None:
-    """Read the prompt alone and together in turns; the last process reports what each took."""
+    """Read the prompt alone and together in turns; the last process sends the seconds of both."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=args.processes)
     model, last = build(args.layers, args.hidden), rank == args.processes - 1

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patterns of sparse prefill: what they read, how long attention takes, how far it is off, and what answers they cost.
+"""Patterns of sparse prefill: density, time and error of attention, and accuracy of answers.
 
     PYTHONPATH=.:eval python -m benchmarks.patterns [--lengths 8192 32768] [--samples 100] [--threads 2]
                                  [--out benchmarks/results/patterns_cpu.json] [--answers SPEC ...]
 
 Attention of one layer (8 query and 2 kv heads of dim 64, float32) on random keys and queries with a local and a sink part,
-estimates and lists included, beside torch's `scaled_dot_product_attention`. A random layer is diffuse, so densities are set by
-`max_density`. Error is the norm of the difference to full attention in units of its norm. Density counts the pairs that are
-read, of those that a causal mask allows. Below, what the patterns' own thresholds choose on the bundled reference model, for a
-plain text of that length, and its answers with 95% intervals: to its retrieval tasks at 1k, to two needle tasks at 2k.
-`docs/prefill.md` gets the tables and a figure.
+estimates and lists included, compared with torch's `scaled_dot_product_attention`. A random layer is diffuse, so densities are
+set by `max_density`. Error is the norm of the difference to full attention, relative to its norm. Density is the share of pairs
+that are read, of those that a causal mask allows. A second table has the density that the patterns' own thresholds choose on
+the bundled reference model, for a plain text of that length, and the accuracy of its answers with 95% intervals: on its
+retrieval tasks at 1k, on two needle tasks at 2k. The tables and a figure are written into `docs/prefill.md`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CAPPED = (
     "zipvl:tau=1.0",
     "loopserve:coverage=1.0",
 )
-"""Patterns that would read everything, until `max_density` cuts them."""
+"""Patterns that would read everything without `max_density`."""
 FIXED = ("tri_shape", "power_attention", "critiprefill:budget=4096", "critiprefill:budget=1024")
 CHOOSING = (
     "tri_shape:sinks=64,local=256,last=64",
@@ -69,13 +69,13 @@ DRAWN = {
     "xattention": ("#0072B2", "o"), "minference": ("#E69F00", "s"), "flex_prefill": ("#009E73", "^"), "zipvl": ("#CC79A7", "D"),
     "loopserve": ("#56B4E9", "v"),
 }  # fmt: skip
-"""Colours that stay apart for colour-blind readers, and shapes for black and white."""
+"""Colours that colour-blind readers can distinguish, and markers for black and white."""
 PAGE = DOCS / "prefill.md"
 FIGURE = DOCS / "prefill.png"
 
 
 def random_prompt(length: int) -> Prompt:
-    """A layer whose queries look at their neighbours and at the first tokens, besides noise."""
+    """Return a layer whose queries attend to their neighbours and to the first tokens, with noise added."""
     torch.manual_seed(0)
     queries, keys, values = (torch.randn(1, heads, length, 64) for heads in (8, 2, 2))
     keys[:, :, :4] += 1
@@ -83,18 +83,18 @@ def random_prompt(length: int) -> Prompt:
 
 
 def seconds(run: Any, rounds: int) -> float:
-    """Best time of some runs, after one that compiles and allocates."""
+    """Return the best time of some runs, after one that compiles and allocates."""
     run()
-    found = []
+    times = []
     for _ in range(rounds):
         start = time.perf_counter()
         run()
-        found.append(time.perf_counter() - start)
-    return min(found)
+        times.append(time.perf_counter() - start)
+    return min(times)
 
 
 def density(pattern: Pattern, tiles: Tiles, prompt: Prompt) -> float:
-    """Share of the pairs that a pattern reads, of those a causal mask allows; blocks count as a whole in both."""
+    """Return the share of the pairs that a pattern reads, of those a causal mask allows; blocks count as a whole in both."""
     share = of_tiles(tiles, prompt)
     if isinstance(pattern, SideBySide):
         share += float((pattern.important(prompt).double().mean(dim=-1) ** 2).mean())
@@ -102,14 +102,14 @@ def density(pattern: Pattern, tiles: Tiles, prompt: Prompt) -> float:
 
 
 def of_tiles(tiles: Tiles, prompt: Prompt) -> float:
-    """Share of the pairs that lie in tiles."""
+    """Return the share of the pairs that lie in tiles."""
     lists = tiles.lists(prompt.new, prompt.total)
     lengths, block, total = lists.ends.diff(prepend=lists.ends.new_zeros(1)), tiles.block, prompt.total
     per_block = lengths.view(-1, prompt.shape(block)[2]).double().mean(dim=0) * block
     if tiles.columns is not None:
-        own = torch.arange(prompt.shape(block)[2]) * block
+        starts = torch.arange(prompt.shape(block)[2]) * block
         covered = tiles.chosen.repeat_interleave(block, dim=3)[..., :total]
-        alone = tiles.columns[:, :, None] & ~covered & (torch.arange(total) < own[:, None])
+        alone = tiles.columns[:, :, None] & ~covered & (torch.arange(total) < starts[:, None])
         per_block += alone.sum(dim=-1).double().mean(dim=(0, 1))
     allowed = (torch.arange(1, len(per_block) + 1) * block).double().sum()
     return float(per_block.sum() / allowed)
@@ -117,7 +117,7 @@ def of_tiles(tiles: Tiles, prompt: Prompt) -> float:
 
 @torch.no_grad()
 def timed(lengths: list[int], rounds: int) -> list[dict[str, Any]]:
-    """Time, density and error of every pattern at every density and length."""
+    """Return time, density and error of every pattern at every density and length."""
     rows = []
     for length in lengths:
         prompt = random_prompt(length)
@@ -154,11 +154,11 @@ def timed(lengths: list[int], rounds: int) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def chosen_density(spec: str, length: int) -> float:
-    """Mean density over layers of what a press reads of a text of so many tokens, on the reference model."""
+    """Return the mean density over layers of a press for a text of `length` tokens, on the reference model."""
     model, tokenizer = kvpress.load_model("reference")
     text = " The old river runs past the mill." * (length // 4)
     ids = tokenizer(text, return_tensors="pt")["input_ids"][:, :length]
-    found: list[float] = []
+    densities: list[float] = []
     press: Any = kvpress.get_press(spec)
     plain = press.pattern_at
 
@@ -168,9 +168,9 @@ def chosen_density(spec: str, length: int) -> float:
             choose = pattern.choose
 
             def tiles(prompt: Prompt) -> Tiles:
-                made = choose(prompt)
-                found.append(density(pattern, made, prompt))
-                return made
+                chosen = choose(prompt)
+                densities.append(density(pattern, chosen, prompt))
+                return chosen
 
             pattern.choose = tiles
         return pattern
@@ -178,14 +178,14 @@ def chosen_density(spec: str, length: int) -> float:
     press.pattern_at = noted
     with press(model):
         model(ids)
-    return sum(found) / len(found)
+    return sum(densities) / len(densities)
 
 
 def answered(samples: int, out: Path, specs: Sequence[str] = CHOOSING) -> list[dict[str, Any]]:
-    """Accuracy beside no pattern, at 1k and 2k tokens, and the density that each pattern chose on plain text."""
+    """Return the accuracy without and with patterns at 1k and 2k tokens, and the density of each pattern on plain text."""
     rows = []
     for length in (1024, 2048):
-        found = evaluate(
+        results = evaluate(
             "reference",
             presses=["none", *specs],
             tasks=[f"file:{ROOT / 'data' / 'refmodel_test.jsonl.gz'}#{'+'.join(RETRIEVAL)}"] if length == 1024
@@ -196,8 +196,8 @@ def answered(samples: int, out: Path, specs: Sequence[str] = CHOOSING) -> list[d
             batch_size=4,
             out=out / str(length),
         )  # fmt: skip
-        for press, held in found.groupby("press"):
-            score = Score.of(held["score"])
+        for press, cells in results.groupby("press"):
+            score = Score.of(cells["score"])
             share = 1.0 if press == "none" else chosen_density(str(press), length)
             rows.append({"length": length, "press": press, "density": share, **vars(score)})
             print(json.dumps(rows[-1]), flush=True)
@@ -205,7 +205,7 @@ def answered(samples: int, out: Path, specs: Sequence[str] = CHOOSING) -> list[d
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """The tables of docs/prefill.md."""
+    """Return the tables of docs/prefill.md."""
     lines = [
         f"`{record['command']}`, {record['machine']}, {record['threads']} threads, {record['date']}.", "",
         "| tokens | pattern | density % | seconds | times as fast as torch | error |", "|---:|---|---:|---:|---:|---:|",
@@ -254,8 +254,8 @@ def draw(record: dict[str, Any], figure: Figure) -> None:
         axes.set_ylabel(label)
         axes.grid(color="#dddddd", linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
-    drawn = [line for line in figure.axes[0].lines if line.get_label() in DRAWN]
-    figure.axes[0].legend(handles=drawn, frameon=False)
+    lines = [line for line in figure.axes[0].lines if line.get_label() in DRAWN]
+    figure.axes[0].legend(handles=lines, frameon=False)
     figure.suptitle(f"Attention of one layer, {length:,} tokens, {record['threads']} threads", fontsize=10)
 
 
@@ -266,17 +266,17 @@ def write(out: Path, record: dict[str, Any]) -> None:
 
 
 def held_answers(out: Path | None) -> list[dict[str, Any]]:
-    """The answers that were measured before; they hang on no machine."""
+    """Return the answers of an earlier run; they do not depend on the machine."""
     return json.loads(out.read_text())["answered"] if out is not None and out.exists() else []
 
 
 def add_answers(out: Path | None, rows: list[dict[str, Any]]) -> None:
-    """Put answers beside those that were measured before."""
+    """Add answers to those of an earlier run."""
     if out is None:
         return
     record = json.loads(out.read_text())
-    held = {(row["length"], row["press"]): row for row in (*record["answered"], *rows)}
-    record["answered"] = [held[key] for key in sorted(held)]
+    earlier = {(row["length"], row["press"]): row for row in (*record["answered"], *rows)}
+    record["answered"] = [earlier[key] for key in sorted(earlier)]
     write(out, record)
 
 
@@ -288,11 +288,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--runs", type=Path, default=Path("runs/patterns"))
     parser.add_argument(
-        "--answers", nargs="+", metavar="SPEC", help="measure the answers under these alone; --out keeps all other rows"
+        "--answers",
+        nargs="+",
+        metavar="SPEC",
+        help="measure only the answers under these presses; --out keeps all other rows",
     )
-    parser.add_argument(
-        "--out", type=Path, help="write figures here, tables into docs/prefill.md, and the picture beside it"
-    )
+    parser.add_argument("--out", type=Path, help="write figures here, and tables and the picture into docs")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.answers:

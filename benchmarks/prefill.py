@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What compressing a prompt costs: seconds and peak memory of a prefill, each press in a process of its own.
+"""Cost of compressing a prompt: seconds and peak memory of a prefill, each press in a process of its own.
 
     python benchmarks/prefill.py [--tokens 32768] [--layers 2] [--out benchmarks/results/prefill_cpu.json]
 
-A random Llama (hidden 512, 8 query and 2 kv heads, head dim 64, float32). Besides those named here, every press of the
-registry is measured by its example; what it has to learn of the model is learned first, from a few tokens, as only the time and
-memory of its reading matter here. Peak is the largest resident memory while the prompt is read, above what the process held
-before. Seconds and peak are also printed as ratios to those without a press, which is measured before and after the others.
-Then tokens are decoded behind the prompt, one at a time: `token_ms` is the median, on a cache as the press left it. The
-last row reads the prompt once for all presses named here that share it (`kvpress.prefill`). Patterns, which read a part of a
-prompt, are measured by `benchmarks/patterns.py`.
+A random Llama (hidden 512, 8 query and 2 kv heads, head dim 64, float32). Besides the presses listed here, every press of the
+registry is measured with its example; calibration runs first, on a few tokens, as only time and memory of the prefill matter
+here. Peak is the largest resident memory while the prompt is read, above that before. Seconds and peak are also printed as
+ratios to those without a press, which is measured before and after the others. Then tokens are decoded after the prompt, one at
+a time: `token_ms` is the median, on the compressed cache. The last row reads the prompt once for all presses listed here that
+can share it (`kvpress.prefill`). Patterns, which read a part of a prompt, are measured by `benchmarks/patterns.py`.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ NONE = PRESSES[0]
 INSTEAD = {
     "cq": "cq:bits=4,coupled=4", "headkv": "headkv:0.5", "restorekv": "restorekv:0.5,repeat_prompt=", "rlkv": "rlkv:0.5",
 }  # fmt: skip
-"""What is measured in place of examples that keep all pairs, ask a tokenizer or take long to learn."""
+"""Specs that replace examples which keep all pairs, need a tokenizer or take long to calibrate."""
 LEARNED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "aquakv": ("calibration", "aquakv", {}), "block_gtq": ("calibration", "block_gtq", {}),
     "cq": ("calibration", "cq", {"bits": (4, 4), "coupled": (4, 4), "iterations": 3}),
@@ -64,17 +63,17 @@ LEARNED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "leank": ("calibration", "leank", {"steps": 2}), "lukv": ("curve", "lukv", {}), "qfilter": ("filters", "qfilter", {}),
     "restorekv": ("adapter", "restorekv", {"steps": 2}), "rlkv": ("table", "kvzip_heads", {}),
 }  # fmt: skip
-"""Of each press that needs something learned: its argument for the file, the method of `kvpress calibrate`, its settings."""
+"""For each press with a calibration file: its argument for the file, the method of `kvpress calibrate`, its settings."""
 LONGEST = 600
-"""Seconds after which a press is given up."""
+"""Time limit of a press in seconds."""
 WARM, DECODED = 4, 32
-"""Tokens that are decoded before any is timed, and that are."""
+"""Number of decoded tokens before timing starts, and number of timed tokens."""
 SHARED = "shared"
-"""Stands for all presses that share a reading."""
+"""Name of the row for all presses that share a prefill."""
 
 
 class PeakMemory(threading.Thread):
-    """Samples the resident memory of this process until stopped."""
+    """Samples the resident memory of this process until `stop`."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -110,34 +109,34 @@ def measure(spec: str, tokens: int, layers: int) -> dict[str, float]:
     """Read one random prompt under a press."""
     model = random_model(tokens, layers)
     ids = torch.randint(0, 1024, (1, tokens))
-    presses = [kvpress.get_press(one) for one in (PRESSES if spec == SHARED else [spec])]
+    presses = [kvpress.get_press(name) for name in (PRESSES if spec == SHARED else [spec])]
     sharing = [press for press in presses if press.recipe().shares_prefill]
     read = partial(kvpress.prefill, model, sharing) if spec == SHARED else partial(read_alone, model, presses[0])
     read(ids[:, :1024])  # compiles kernels, fills allocator caches
     memory = PeakMemory()
     memory.start()
     start = time.perf_counter()
-    found = read(ids)
+    output = read(ids)
     seconds = time.perf_counter() - start
-    caches = found.caches if spec == SHARED else [found]
+    caches = output.caches if spec == SHARED else [output]
     row = {
         "seconds": seconds,
         "peak_mib": memory.stop(),
         "cache_mib": sum(kvpress.memory_report(cache).total_bytes for cache in caches) / 2**20,
         "presses": len(caches),
     }
-    return row if spec == SHARED else row | {"token_ms": token_ms(model, presses[0], found)}
+    return row if spec == SHARED else row | {"token_ms": token_ms(model, presses[0], output)}
 
 
 def token_ms(model: LlamaForCausalLM, press: kvpress.BasePress, cache: DynamicCache) -> float:
-    """Decode tokens behind a cache that a press has left, and return the median of their milliseconds."""
-    token, taken = torch.tensor([[5]]), []
+    """Decode tokens with the cache of a press, and return the median milliseconds per token."""
+    token, times = torch.tensor([[5]]), []
     with kvpress.reading(model, press):
         for _ in range(WARM + DECODED):
             start = time.perf_counter()
             model(token, **with_cache(cache))
-            taken.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(taken[WARM:])
+            times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times[WARM:])
 
 
 def read_alone(model: LlamaForCausalLM, press: kvpress.BasePress, ids: torch.Tensor) -> DynamicCache:
@@ -151,12 +150,12 @@ def read_alone(model: LlamaForCausalLM, press: kvpress.BasePress, ids: torch.Ten
 def others() -> list[str]:
     """Return a spec of every registered press that `PRESSES` does not name."""
     named = set(re.findall(r"\w+", " ".join(PRESSES)))
-    left = [entry for entry in entries() if entry.name not in named and entry.role != "prefill"]
-    return [INSTEAD.get(entry.name, entry.example) for entry in left]
+    unlisted = [entry for entry in entries() if entry.name not in named and entry.role != "prefill"]
+    return [INSTEAD.get(entry.name, entry.example) for entry in unlisted]
 
 
 def learned(spec: str, tokens: int, layers: int, folder: Path) -> str:
-    """Return a spec with the file that its press needs, which another process makes."""
+    """Return a spec with the file that its press needs, which is calibrated in another process."""
     name = re.match(r"\w+", spec)[0]
     if name not in LEARNED:
         return spec
@@ -168,7 +167,7 @@ def learned(spec: str, tokens: int, layers: int, folder: Path) -> str:
 
 
 def learn(name: str, tokens: int, layers: int, path: Path) -> None:
-    """Fit what a press needs on random tokens."""
+    """Calibrate a press on random tokens and write its file."""
     _, method, settings = LEARNED[name]
     ids = torch.randint(0, 1024, (2, min(1280, 2 * tokens)), generator=torch.Generator().manual_seed(1))
     calibrate(random_model(tokens, layers), ids, METHODS[method](**settings), path, "random tokens")
@@ -181,15 +180,15 @@ def compare(rows: dict[str, dict[str, float]]) -> None:
 
 
 def write(out: Path, rows: dict[str, dict[str, float]], keep: bool, sizes: dict[str, int]) -> None:
-    """Write what is measured so far; `keep` the other rows of the file."""
-    held = json.loads(out.read_text())["rows"] if keep and out.exists() else {}
+    """Write the rows measured so far; with `keep`, the other rows of the file stay."""
+    earlier = json.loads(out.read_text())["rows"] if keep and out.exists() else {}
     record = {"date": date.today().isoformat(), "machine": platform.machine(), "threads": torch.get_num_threads()}
-    found = {**held, **{spec: row for spec, row in rows.items() if spec != NONE or not held}}
-    out.write_text(json.dumps({**record, **sizes, "rows": found}, indent=1) + "\n")
+    merged = {**earlier, **{spec: row for spec, row in rows.items() if spec != NONE or not earlier}}
+    out.write_text(json.dumps({**record, **sizes, "rows": merged}, indent=1) + "\n")
 
 
 def markdown(rows: dict[str, dict[str, float]]) -> str:
-    """The table of docs/eviction.md; with the time of a decoded token where all rows have one, as in docs/frontier.md."""
+    """Return the table of docs/eviction.md, or that of docs/frontier.md where all rows have the time of a decoded token."""
     rows = {spec: row for spec, row in rows.items() if spec != SHARED}
     decoded = all("token_ms" in row for row in rows.values())
     lines = [
@@ -209,8 +208,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--table", type=Path, help="a page of docs whose table is written anew from --out")
-    parser.add_argument("--only", nargs="+", metavar="SPEC", help="measure these; --out keeps the rows of the others")
+    parser.add_argument("--table", type=Path, help="page of docs whose table is rewritten from --out")
+    parser.add_argument(
+        "--only", nargs="+", metavar="SPEC", help="measure only these presses; --out keeps the rows of the others"
+    )
     parser.add_argument("--press", help=argparse.SUPPRESS)
     parser.add_argument("--learn", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -225,18 +226,18 @@ def main() -> None:
     for spec in [NONE, *(options.only or (*PRESSES[1:], *others(), SHARED)), NONE]:
         settings = ["--tokens", str(options.tokens), "--layers", str(options.layers)]
         try:
-            whole = learned(spec, options.tokens, options.layers, Path(folder.name))
-            command = [sys.executable, __file__, "--press", whole, *settings]
-            found = subprocess.run(command, check=True, capture_output=True, text=True, timeout=LONGEST)  # noqa: S603 - our own
+            learned_spec = learned(spec, options.tokens, options.layers, Path(folder.name))
+            command = [sys.executable, __file__, "--press", learned_spec, *settings]
+            process = subprocess.run(command, check=True, capture_output=True, text=True, timeout=LONGEST)  # noqa: S603 - our own
         except subprocess.CalledProcessError as error:
             print(f"{spec:60s} failed: {error.stderr.strip().splitlines()[-1]}", flush=True)
             continue
         except subprocess.TimeoutExpired:
             print(f"{spec:60s} took more than {LONGEST} s", flush=True)
             continue
-        row = json.loads(found.stdout.splitlines()[-1])
-        # The faster of two runs without a press is nearer to what it takes.
-        rows[spec] = min(row, rows.get(spec, row), key=lambda held: held["seconds"])
+        row = json.loads(process.stdout.splitlines()[-1])
+        # The faster of two runs without a press is nearer to the true time.
+        rows[spec] = min(row, rows.get(spec, row), key=lambda candidate: candidate["seconds"])
         print(
             f"{spec:60s} {row['seconds']:7.2f} s   peak +{row['peak_mib']:6.0f} MiB   cache {row['cache_mib']:6.1f} MiB",
             flush=True,

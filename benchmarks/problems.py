@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random caches in every storage format, on any device: what the benchmarks attend to, and the float32 truth about it.
+"""Random caches in every storage format, on any device, and float32 attention over them as the reference.
 
-Pairs lie where a cache keeps them: on the host, large tensors are on huge pages.
+Pairs are stored as a cache stores them: on the host, large tensors are on huge pages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KEY_GROUP, VALUE_GROUP = (32, 1), (1, 32)
 
 @dataclass(frozen=True)
 class Streams:
-    """Queries [N, M, D] and where each of the N streams lies in a flat storage of `rows` rows."""
+    """Queries of N streams, and the place of each stream in a flat storage."""
 
     q: Tensor
     starts: Tensor
@@ -38,7 +38,7 @@ class Streams:
     def random(
         cls, lengths: list[int], queries: int, dim: int, dtype: torch.dtype, device: str = "cpu", gap: int = 0
     ) -> Streams:
-        """Streams of the given lengths, with `gap` unused rows before each of them."""
+        """Return streams of the given lengths, with `gap` unused rows before each of them."""
         length = torch.tensor(lengths)
         starts = (length + gap).cumsum(0) - length
         q = torch.randn(len(lengths), queries, dim, generator=generator(device), device=device).to(dtype)
@@ -64,7 +64,7 @@ class Streams:
         return Options(self.scale, **options)
 
     def sample(self, share: int) -> Listed:
-        """Some rows of each stream, one in `share`."""
+        """Return some rows of each stream, one in `share`."""
         random, device = generator(self.q.device), self.q.device
         counts = -(-self.lengths // share)
         rows = torch.zeros(len(counts), -(-self.longest // share), dtype=torch.int32, device=device)
@@ -77,7 +77,7 @@ class Streams:
 
 
 def generator(device: str | torch.device, seed: int = 0) -> torch.Generator:
-    """Random numbers of a device that do not depend on what was drawn before."""
+    """Return a new random generator of a device."""
     return torch.Generator(device).manual_seed(seed)
 
 
@@ -97,10 +97,10 @@ class Cache(ABC):
 
     @abstractmethod
     def tensors(self) -> list[Tensor]:
-        """What the cache holds."""
+        """Return the stored tensors of the cache."""
 
     def read_bytes(self) -> int:
-        """Bytes that one decode step reads."""
+        """Return the bytes that one decode step reads."""
         return size(self.tensors())
 
 
@@ -121,13 +121,15 @@ class Stored(Cache):
         return present(*self.rows.keys.tensors(), *self.rows.values.tensors())
 
 
-def as_cached(held: Any) -> Any:
-    """Tensors and dataclasses of them where a cache keeps its pairs: large ones on huge pages."""
-    if isinstance(held, Tensor):
-        return memory.moved(held)
-    if not is_dataclass(held) or isinstance(held, type):
-        return held
-    return replace(held, **{field.name: as_cached(getattr(held, field.name)) for field in fields(held) if field.init})
+def as_cached(operand: Any) -> Any:
+    """Move tensors, and dataclasses of them, into the memory of a cache: large ones on huge pages."""
+    if isinstance(operand, Tensor):
+        return memory.moved(operand)
+    if not is_dataclass(operand) or isinstance(operand, type):
+        return operand
+    return replace(
+        operand, **{field.name: as_cached(getattr(operand, field.name)) for field in fields(operand) if field.init}
+    )
 
 
 class Given(Stored):
@@ -139,7 +141,7 @@ class Given(Stored):
 
 
 def present(*tensors: Tensor | None) -> list[Tensor]:
-    """The tensors that are there."""
+    """Return the tensors that are not None."""
     return [tensor for tensor in tensors if tensor is not None]
 
 
@@ -160,10 +162,10 @@ class Dense(Stored):
 
 
 class Selected(Cache):
-    """Dense pairs of which each stream reads one in `share`: those whose labels, 16 channels of the key, fit its queries best.
+    """Dense pairs of which each stream reads one in `share`: the pairs with the highest label scores for its queries.
 
-    Labels have the dtype of the keys, or `label_bits` bits per channel with one scale and zero each. `select` is what a
-    decode step does to choose the pairs, `gather` reads them; `attend` does both.
+    A label is 16 channels of the key, in the dtype of the keys or in `label_bits` bits per channel with one scale and zero
+    per row. `select` is the part of a decode step that chooses the pairs, `gather` attends to them; `attend` does both.
     """
 
     channels = 16
@@ -185,7 +187,7 @@ class Selected(Cache):
         return kernels.label_scores(s.q[..., : self.channels].contiguous(), self.labels, s.where, capacity=s.longest)
 
     def select(self, scores: Tensor) -> Tensor:
-        """Numbers of the best rows; `counts` says how many there are in each stream."""
+        """Return the numbers of the best rows; `counts` is their number in each stream."""
         return kernels.top_rows(scores, self.streams.where, self.count)[0]
 
     def gather(self, rows: Tensor, **options: Any) -> Partial:
@@ -193,16 +195,16 @@ class Selected(Cache):
         return self.dense.attend(Listed(rows, self.counts), **options)
 
     def choose(self) -> Tensor:
-        """Numbers of the best rows, by scores that are not held, as a press that selects chooses them."""
+        """Return the numbers of the best rows, by scores that are not stored, as a selector chooses them."""
         s = self.streams
-        asking = s.q[..., : self.channels].contiguous()
-        return kernels.label_rows(asking, self.labels, s.where, self.count, capacity=s.longest)[0]
+        label_queries = s.q[..., : self.channels].contiguous()
+        return kernels.label_rows(label_queries, self.labels, s.where, self.count, capacity=s.longest)[0]
 
     def attend(self, **options: Any) -> Partial:
         return self.gather(self.choose(), **options)
 
     def reference(self, **options: Any) -> Partial:
-        # Over the rows that the operators chose: a rounding may swap two rows at the threshold, which is no error.
+        # Attend to the rows that the operators chose: rounding may swap two rows at the threshold, which is no error.
         return self.dense.reference(Listed(self.choose(), self.counts), **options)
 
     def tensors(self) -> list[Tensor]:
@@ -214,7 +216,7 @@ class Selected(Cache):
 
 
 class Uniform(Stored):
-    """Codes drawn at random, with scales and zeros of a realistic size: rows uniform in about +-1.7, as a unit normal."""
+    """Random codes, with scales and zeros of a realistic size: rows uniform in about +-1.7, as a unit normal."""
 
     def __init__(
         self,
@@ -232,7 +234,7 @@ class Uniform(Stored):
         shape = (streams.rows, streams.dim)
         keys = random_packed(shape, key_bits, key_group, scales, random)
         values = random_packed(shape, value_bits or key_bits, value_group, scales, random)
-        if evicted:  # groups have kept as many rows as they happened to
+        if evicted:  # eviction left a random number of rows in each group
             kept = torch.randint(0, len(keys.scale), shape[:1], generator=random, device=device)
             keys = replace(keys, group_lengths=kept.bincount(minlength=len(keys.scale)).int())
         self.rows = as_cached(Rows(keys, values))
@@ -241,7 +243,7 @@ class Uniform(Stored):
 def random_packed(
     shape: tuple[int, int], bits: int, group: tuple[int, int], scales: torch.dtype, random: torch.Generator
 ) -> Packed:
-    """Random codes of `bits` bits for rows of this shape."""
+    """Return random codes of `bits` bits for rows of this shape."""
     rows, channels = shape
     device = random.device
     packed = (rows, channels * bits // 8)
@@ -254,7 +256,7 @@ def random_packed(
 
 
 class Rotated(Stored):
-    """Codes drawn at random with one step per row, in a Hadamard basis, as `rotated` and `frontier` store pairs."""
+    """Random codes with one step per row, in a Hadamard basis, as `rotated` and `frontier` store pairs."""
 
     def __init__(self, streams: Streams, bits: int, seed: int = 0) -> None:
         super().__init__(streams)
@@ -276,7 +278,7 @@ class Rotated(Stored):
 
 
 class Corrected(Uniform):
-    """Uniform codes with what they lost beside them (GEAR): a low-rank term per run of rows, and 2% single channels.
+    """Uniform codes with a correction of their error (GEAR): a low-rank term per run of rows, and 2% single channels.
 
     Without `outliers` there are no single channels (GEAR-L).
     """
@@ -300,7 +302,7 @@ class Corrected(Uniform):
 
 
 def random_correction(streams: Streams, rank: int, chunk: int | None, random: torch.Generator) -> Correction:
-    """Low-rank terms per `chunk` rows, or per stream, and outliers in 2% of the channels."""
+    """Return low-rank terms per `chunk` rows, or per stream, and outliers in 2% of the channels."""
     device, rows, dim = random.device, streams.rows, streams.dim
     row = torch.arange(rows, device=device)
     owner = row // chunk if chunk else torch.searchsorted(streams.starts, row, right=True).sub(1).clamp_min(0)
@@ -308,24 +310,24 @@ def random_correction(streams: Streams, rank: int, chunk: int | None, random: to
     share = 0.02 * dim
     counts = int(share) + (torch.rand(rows, generator=random, device=device) < share % 1).int()
     first = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
-    held = row.repeat_interleave(counts)
-    rank_in_row = torch.arange(len(held), device=device) - first[held]
+    row_of = row.repeat_interleave(counts)
+    rank_in_row = torch.arange(len(row_of), device=device) - first[row_of]
     base = torch.randint(0, dim, (rows,), generator=random, device=device)
     return Correction(
         factor=(0.2 * torch.randn(rows, rank, generator=random, device=device)).half(),
         basis=torch.randn(chunks, rank, dim, generator=random, device=device).half(),
         chunk=owner.int(),
         first=first,
-        # 7 steps apart, so that a row never names a channel twice.
-        channel=((base[held] + 7 * rank_in_row) % dim).to(torch.uint8),
-        delta=torch.randn(len(held), generator=random, device=device).half(),
+        # 7 channels apart, so that a row never has a channel twice
+        channel=((base[row_of] + 7 * rank_in_row) % dim).to(torch.uint8),
+        delta=torch.randn(len(row_of), generator=random, device=device).half(),
     )
 
 
 class Coupled(Stored):
-    """Codes of `bits` bits for `coupled` channels (CQ 8c8b); `rotary` keys were coded before their rotary embedding.
+    """Codes of `bits` bits for `coupled` channels (CQ 8c8b); `rotary` keys are encoded before their rotary embedding.
 
-    With `shared`, all groups read one book and rows have a scale of their own, as after a rotation (TurboQuant).
+    With `shared`, all groups read one codebook and rows have a scale of their own, as after a rotation (TurboQuant).
     """
 
     def __init__(

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What codecs cost in quality at equal measured bits, and eviction combined with codecs at equal size, on the reference model.
+"""Quality of codecs at equal measured bits, and of eviction with codecs at equal size, on the reference model.
 
     python benchmarks/quality.py [--quick] [--samples 50] [--out benchmarks/results/quality.json] [--figures docs]
     python benchmarks/quality.py --composition [...]
 
-The first compares methods from 8 bits down to 1: the divergence of the next-token distributions along decoding from the
+The first study compares methods from 8 bits down to 1: the divergence of the next-token distributions along decoding from the
 full cache (`kvpress fidelity`), and the accuracy on three tasks whose answers depend on exact pairs (`kvpress eval`). The
-second holds about a tenth of the bytes in different ways, from few pairs in 16 bits to many in 2, on all tasks.
+second study keeps about a tenth of the bytes in different ways, from few pairs in 16 bits to many in 2, on all tasks.
 
-Bits per value count every byte that is held once the context was read. The dense tail is 32 to 95 tokens for every codec, and
-values of codecs with groups share a scale with the other 63 channels of their head unless the name says otherwise. Each
-study writes its part of the file. Finished cells are kept in `--runs`: a stopped run continues, more samples extend it.
+Bits per value count all held bytes after the context was read. The dense tail is 32 to 95 tokens for every codec, and values of
+codecs with groups share a scale with the other 63 channels of their head unless the name has another group size. Each study
+writes its own part of the file. Finished cells are kept in `--runs`: a stopped run continues, more samples extend it.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ EXACT_TASKS = ("niah_multivalue", "vt", "niah_multikey")
 SCORERS = {"expected_attention": "expected_attention:epsilon=0.01", "snapkv": "snapkv"}
 FEWER_BITS = (16, 8, 4, 3, 2)
 GROUP = 64
-"""Pairs that share the scales of a key channel in the composed presses, and channels those of a value."""
+"""Pairs that share the scales of a key channel in the composed presses, and channels that share a scale of a value."""
 TENTH = 10
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured."""
+    """Extent of the studies."""
 
     samples: int
     lengths: tuple[int, ...] = (1024, 2048)
@@ -79,7 +79,7 @@ QUICK = Sizes(samples=2, lengths=(512,), texts=2, context=256, tokens=16)
 
 
 def available(spec: str) -> bool:
-    """Say whether a press can be built here: coupled quantisation needs its books."""
+    """Return whether a press can be built here: coupled quantisation needs its codebooks."""
     press = kvpress.get_press(spec)
     return not isinstance(press, CoupledQuantPress) or press.source.is_file()
 
@@ -111,7 +111,7 @@ def study_bits(sizes: Sizes, runs: Path, quick: bool) -> dict[str, Any]:
 
 
 def divergences(presses: Sequence[str], sizes: Sizes, runs: Path) -> dict[str, dict[str, Any]]:
-    """Return the divergence of each press, kept in a file each."""
+    """Return the divergence of each press; each is kept in a file."""
     config = RunConfig(lengths=(sizes.context,), samples=sizes.texts)
     engine = load_engine(config)
     comparison = Comparison(engine, read_texts(config, engine, sizes.tokens), sizes.context, batch_size=sizes.texts)
@@ -119,8 +119,8 @@ def divergences(presses: Sequence[str], sizes: Sizes, runs: Path) -> dict[str, d
     folder.mkdir(parents=True, exist_ok=True)
     rows = {}
     for press in presses:
-        known = [press, sizes.context, sizes.tokens, sizes.texts, engine.fingerprint, kvpress.__version__]
-        path = folder / f"{hash_json(known)[:16]}.json"
+        conditions = [press, sizes.context, sizes.tokens, sizes.texts, engine.fingerprint, kvpress.__version__]
+        path = folder / f"{hash_json(conditions)[:16]}.json"
         if not path.exists():
             print(f"divergence of {press}", flush=True)
             write_json(path, comparison.fidelity(press).row())
@@ -153,14 +153,14 @@ def compose(scorer: str, bits: int, budget: int) -> str:
 
 
 def solve_budget(engine: Engine, ids: torch.Tensor, spec: Callable[[int], str]) -> int:
-    """Return the pairs per head with which a press holds a tenth of the uncompressed bytes, from what it holds at two sizes.
+    """Return the pairs per head with which a press holds a tenth of the uncompressed bytes, interpolated between two sizes.
 
-    Pairs are encoded in whole groups; what is left of the tenth is filled with dense ones.
+    Pairs are encoded in whole groups; the remainder of the tenth is filled with dense pairs.
     """
-    # More than a recent window holds: pairs that are all neighbours take no memory for their positions.
+    # More pairs than a recent window: pairs that are all neighbours take no memory for their positions.
     few, many, length = 2 * GROUP, 3 * GROUP, ids.shape[1]
-    (low, whole), (high, _), (open_end, _) = (held(engine, ids, spec(n)) for n in (few, many, many + 1))
-    target = whole // TENTH
+    (low, uncompressed), (high, _), (open_end, _) = (held(engine, ids, spec(n)) for n in (few, many, many + 1))
+    target = uncompressed // TENTH
     groups = (target - low) // (high - low)
     spare = target - low - groups * (high - low)
     return min(length, few + groups * GROUP + int(spare / (open_end - high)))
@@ -168,7 +168,7 @@ def solve_budget(engine: Engine, ids: torch.Tensor, spec: Callable[[int], str]) 
 
 @torch.inference_mode()
 def held(engine: Engine, ids: torch.Tensor, spec: str) -> tuple[int, int]:
-    """Return the bytes held after a prompt, and those of the uncompressed cache."""
+    """Return the held bytes after a prompt, and those of the uncompressed cache."""
     cache = DynamicCache(config=engine.model.config)
     with kvpress.get_press(spec)(engine.model):
         engine.model(ids, **with_cache(cache), logits_to_keep=1)
@@ -184,7 +184,7 @@ def measure_tasks(
     runs: Path,
     model: str = "reference",
 ) -> RunResult:
-    """Run cells of the evaluation harness; what is already in `runs` is not run again."""
+    """Run cells of the evaluation harness; cells already in `runs` are not run again."""
     config = RunConfig(
         model=model,
         presses=tuple(presses),
@@ -203,7 +203,7 @@ def measure_tasks(
 
 
 def accuracy_row(summary: PressSummary) -> dict[str, Any]:
-    """Return what a press scored and held, as plain data."""
+    """Return the scores and held bytes of a press as plain data."""
     return {
         "press": summary.press,
         "samples": summary.samples,
@@ -218,7 +218,7 @@ def accuracy_row(summary: PressSummary) -> dict[str, Any]:
 
 
 def about(result: RunResult) -> dict[str, Any]:
-    """Return what a study was measured with."""
+    """Return the conditions of a study."""
     names = ("date", "kvpress", "torch", "transformers", "machine", "device", "dtype", "threads", "weights")
     command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     return {"command": command, **{name: result.record[name] for name in names}}
@@ -227,9 +227,15 @@ def about(result: RunResult) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--composition", action="store_true", help="the second study instead of the first")
-    parser.add_argument("--samples", type=int, default=50, help="of each task and length")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048], help="the second study takes the last")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it works")
+    parser.add_argument("--samples", type=int, default=50, help="samples of each task and length")
+    parser.add_argument(
+        "--lengths",
+        type=int,
+        nargs="+",
+        default=[1024, 2048],
+        help="lengths of contexts; the second study uses the last",
+    )
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, as a test")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/quality.json"))
     parser.add_argument("--figures", type=Path, default=Path("docs"), help="folder of the PNG")
     parser.add_argument("--runs", type=Path, default=Path("runs/quality"), help="folder of finished cells")

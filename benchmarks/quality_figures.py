@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables and figures of `quality.py`."""
+"""Tables and figures of `quality.py`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
-# Okabe and Ito's colours, which stay apart for colour-blind readers, and shapes for black and white.
+# Okabe and Ito's colours, which colour-blind readers can distinguish, and markers for black and white.
 COLOURS = ("#0072B2", "#56B4E9", "#E69F00", "#D55E00", "#009E73", "#CC79A7", "#000000")
 MARKERS = "osD^vPX"
 LINES = ("-", (0, (4, 1)), (0, (1, 1)))
@@ -45,14 +45,14 @@ def composition_table(study: dict[str, Any]) -> str:
         "|---|---:|---:|---:|---:|---|",
     ]
     for row in study["rows"]:
-        held = f"{100 * row['kept']:.0f} | {row['smaller_by']:.2f}"
+        cells = f"{100 * row['kept']:.0f} | {row['smaller_by']:.2f}"
         task, worst = row["worst"]
-        lines.append(f"| {row['press']} | {held} | {_percent(row)} | {task} {100 * worst:.0f} |")
+        lines.append(f"| {row['press']} | {cells} | {_percent(row)} | {task} {100 * worst:.0f} |")
     return "\n".join(lines)
 
 
 def _percent(row: dict[str, Any]) -> str:
-    """Accuracy with its interval, and the difference from the full cache with a star where it is not by chance."""
+    """Return the accuracy with its interval, and the difference from the full cache with a star where it is significant."""
     mean, low, high = (100 * row["accuracy"][name] for name in ("mean", "low", "high"))
     delta = row["difference"]
     star = "*" if delta["low"] > 0 or delta["high"] < 0 else ""
@@ -60,26 +60,28 @@ def _percent(row: dict[str, Any]) -> str:
 
 
 def draw_bits(study: dict[str, Any], figure: Figure) -> None:
-    """Divergence and accuracy over measured bits; open markers leave out tables that all sequences share."""
-    left, right = figure.subplots(1, 2)
-    left.set_yscale("log")
-    left.set_ylabel("KL(full || compressed) per token, nats")
-    right.set_ylabel("Accuracy, %, on " + ", ".join(study["full"]["tasks"]))
+    """Draw divergence and accuracy over measured bits; open markers leave out tables that all sequences share."""
+    divergence_axes, accuracy_axes = figure.subplots(1, 2)
+    divergence_axes.set_yscale("log")
+    divergence_axes.set_ylabel("KL(full || compressed) per token, nats")
+    accuracy_axes.set_ylabel("Accuracy, %, on " + ", ".join(study["full"]["tasks"]))
     lengths = " and ".join(map(str, study["sizes"]["lengths"]))
-    left.set_title(f"Along {study['sizes']['tokens']} tokens after {study['sizes']['context']}", loc="left")
-    right.set_title(f"Contexts of {lengths} tokens, question unseen; dotted: full cache", loc="left")
+    divergence_axes.set_title(f"Along {study['sizes']['tokens']} tokens after {study['sizes']['context']}", loc="left")
+    accuracy_axes.set_title(f"Contexts of {lengths} tokens, question unseen; dotted: full cache", loc="left")
     labelled = len({row["method"] for row in study["rows"]}) <= len(COLOURS)
-    _series(left, study["rows"], lambda row: row["kl_mean"], labelled)
-    _series(right, study["rows"], lambda row: 100 * row["accuracy"]["mean"], labelled)
+    _series(divergence_axes, study["rows"], lambda row: row["kl_mean"], labelled)
+    _series(accuracy_axes, study["rows"], lambda row: 100 * row["accuracy"]["mean"], labelled)
     if not labelled:
-        figure.legend(*left.get_legend_handles_labels(), frameon=False, fontsize=8, loc="outside lower center", ncols=8)
-    right.axhline(100 * study["full"]["accuracy"]["mean"], color=MUTED, linewidth=1, linestyle=":")
+        figure.legend(
+            *divergence_axes.get_legend_handles_labels(), frameon=False, fontsize=8, loc="outside lower center", ncols=8
+        )
+    accuracy_axes.axhline(100 * study["full"]["accuracy"]["mean"], color=MUTED, linewidth=1, linestyle=":")
 
 
 def _series(
     axes: Axes, rows: Sequence[dict[str, Any]], height: Callable[[dict[str, Any]], float], labelled: bool
 ) -> None:
-    """Draw a line for each method, with its name beside it if `labelled`; colours come again, dashed."""
+    """Draw a line for each method, with its name next to it if `labelled`; repeated colours are dashed."""
     _prepare(axes)
     axes.set_xscale("log", base=2)
     axes.set_xlabel("Bits per value, all bytes held when the context was read")
@@ -114,7 +116,7 @@ def _dots(axes: Axes, line: Line2D) -> Iterator[Segment]:
 
 
 def draw_composition(study: dict[str, Any], figure: Figure) -> None:
-    """Mean and worst accuracy over the width of what is kept."""
+    """Draw mean and worst accuracy over the bits of the kept pairs."""
     axes = figure.add_subplot()
     _prepare(axes)
     rows = study["rows"]

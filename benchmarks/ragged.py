@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode attention over heads of unequal lengths: time beside that over as many pairs in heads of equal lengths.
+"""Decode attention over heads of unequal lengths: time relative to that over as many pairs in heads of equal lengths.
 
 python benchmarks/ragged.py --threads 2 --out benchmarks/results/ragged.json
 
-Heads are cut into pieces that threads take one after another, so threads should be idle no longer where one head holds most
-pairs. Both ways take turns; printed is the median of the ratios of neighbouring turns.
+Heads are cut into pieces that threads take one after another, so threads should be no longer idle where one head holds most
+pairs. Both ways take turns; the median of the ratios of neighbouring turns is printed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DIM, GROUPS = 128, 4
 
 
 def segment(lengths: list[int], spec: str) -> Segment:
-    """Return random pairs of heads of some lengths, dense for `none`, as a press stores them otherwise."""
+    """Return random pairs of heads of some lengths: dense for `none`, else in the format of a press."""
     layout = Layout(lengths)
     keys, values = (torch.randn(layout.total, DIM, dtype=torch.bfloat16) for _ in range(2))
     dense = DenseSegment(keys, values, layout)
@@ -50,14 +50,14 @@ def seconds(queries: Tensor, part: Segment) -> float:
 def main() -> None:
     """Print a line for each storage and skew, and write all as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=2**18, help="of all heads together")
+    parser.add_argument("--pairs", type=int, default=2**18, help="pairs of all heads together")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    found = []
+    results = []
     for spec in ("none", "kivi:bits=4,group_size=32"):
         for name, shares in SKEWS.items():
             lengths = [int(args.pairs * share) // 32 * 32 for share in shares]
@@ -67,7 +67,7 @@ def main() -> None:
             turns = [[seconds(queries, part) for part in ways] for _ in range(args.rounds)]
             ratio = sorted(skewed / plain for plain, skewed in turns)[args.rounds // 2]
             middle = [sorted(times)[args.rounds // 2] for times in zip(*turns, strict=True)]
-            found.append({
+            results.append({
                 "press": spec, "lengths": lengths, "threads": args.threads, "even_seconds": middle[0],
                 "skewed_seconds": middle[1], "ratio": ratio,
             })  # fmt: skip
@@ -76,7 +76,7 @@ def main() -> None:
                 flush=True,
             )
     if args.out:
-        write_rows(args.out, found)
+        write_rows(args.out, results)
 
 
 if __name__ == "__main__":

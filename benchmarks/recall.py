@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of the attention to sealed pairs falls on those that a selector reads, on the reference model.
+"""Share of the attention to sealed pairs that falls on those that a selector reads, on the reference model.
 
     python -m benchmarks.recall [--samples 4] [--out benchmarks/results/recall.json]
 
-Contexts of 1024 tokens and their questions; measured at the first token of the answer. For every query head of the layers
-that choose: the attention weights, normalised over the sealed pairs, of what is read; of as many pairs drawn at random
-(on average); and of as many with the largest weights, chosen for each query head alone.
+Contexts have 1024 tokens and are followed by their questions; the share is measured at the first token of the answer. For every
+query head of the layers that choose, it is the sum of the attention weights, normalised over the sealed pairs, of the pairs
+that are read; of as many random pairs (on average); and of as many pairs with the largest weights, chosen for each query head
+alone.
 """
 
 from __future__ import annotations
@@ -47,16 +48,19 @@ SPECS = (
 
 @dataclass(frozen=True)
 class Recall:
-    """Mean attention on the pairs that are read, on as many at random, and on the best for each query head."""
+    """Mean attention on some of the sealed pairs."""
 
     read: float
+    """On the pairs that the selector reads."""
     random: float
+    """On as many random pairs."""
     best: float
+    """On as many pairs with the largest weights of each query head."""
 
 
 @torch.no_grad()
 def recall(model: Any, prompts: Sequence[Tensor], press: BasePress) -> Recall:
-    """Measure a selector on prompts `[1, n]`, at the token that follows each."""
+    """Measure a selector on prompts `[1, n]`, at the token after each."""
     read: list[Tensor] = []
     random: list[Tensor] = []
     best: list[Tensor] = []
@@ -73,8 +77,8 @@ def recall(model: Any, prompts: Sequence[Tensor], press: BasePress) -> Recall:
         chosen = marks[..., :sealed]
         ranked = weights.sort(dim=-1, descending=True).values
         as_many = torch.arange(sealed) < chosen.sum(dim=-1, keepdim=True)
-        for found, values in ((read, weights * chosen), (best, ranked * as_many), (random, as_many / sealed)):
-            found.append(values.sum(dim=-1).flatten())
+        for sums, values in ((read, weights * chosen), (best, ranked * as_many), (random, as_many / sealed)):
+            sums.append(values.sum(dim=-1).flatten())
 
     for ids in prompts:
         cache = DynamicCache(config=model.config)
@@ -105,9 +109,12 @@ def main() -> None:
     print("| selector | " + " | ".join(f"{part}: read (random, best)" for part in FRACTIONS) + " |")
     print("|---" * (1 + len(FRACTIONS)) + "|")
     for spec in SPECS:
-        found = [recall(model, prompts, kvpress.get_press(spec.format(part))) for part in FRACTIONS]
-        table[spec] = {str(part): asdict(one) for part, one in zip(FRACTIONS, found, strict=True)}
-        cells = " | ".join(f"{100 * one.read:.0f} ({100 * one.random:.0f}, {100 * one.best:.0f})" for one in found)
+        recalls = [recall(model, prompts, kvpress.get_press(spec.format(part))) for part in FRACTIONS]
+        table[spec] = {str(part): asdict(measured) for part, measured in zip(FRACTIONS, recalls, strict=True)}
+        cells = " | ".join(
+            f"{100 * measured.read:.0f} ({100 * measured.random:.0f}, {100 * measured.best:.0f})"
+            for measured in recalls
+        )
         print(f"| `{spec.format('f')}` | {cells} |", flush=True)
     if options.out:
         options.out.write_text(

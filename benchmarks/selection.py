@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of one generated token behind a long cache: what selectors read of it, and how long that takes.
+"""Attention of one generated token to a long cache: bytes that selectors read, and their time.
 
     python benchmarks/selection.py [--context 32768] [--layers 32] [--rounds 9] [--threads 1]
                                    [--out benchmarks/results/selection_cpu.json]
 
-All layers of a model are attended to, one after another, as a decode step does (4 kv heads of dim 64, 16 query heads, bfloat16,
-random pairs); nothing else of the model runs. The choice is part of the time: labels, page bounds, and in TidalDecode the
-layers that read everything and look at all keys once more. Contenders are interleaved, medians are compared. Bytes are counted
-for the step that is timed: pairs and their scales, indexes, and keys that are looked at to choose; pairs that are not
-sealed yet are left out, being read by all alike. The last line is one JSON object.
+Attention runs in all layers of a model, one after another, as in a decode step (4 kv heads of dim 64, 16 query heads, bfloat16,
+random pairs); nothing else of the model runs. The time includes the choice: labels, page bounds, and in TidalDecode the layers
+that read everything and then all keys once more. Contenders are interleaved, medians are compared. Bytes are counted for the
+timed step: pairs and their scales, indexes, and keys that are read to choose; pairs that are not sealed yet are left out, as
+all contenders read them. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ NO_MODULE = torch.nn.Identity()
 
 
 class Contender:
-    """The caches of all layers under one press, and how they are read."""
+    """Caches of all layers under one press, with their selectors."""
 
     def __init__(self, spec: str, pairs: list[tuple[Tensor, Tensor]]) -> None:
         press = kvpress.get_press(spec)
@@ -74,7 +74,7 @@ class Contender:
                 selector.prepare(store)
 
     def call(self, layer: int, queries: Tensor) -> LayerCall:
-        """Return what a selector is told of one layer's step."""
+        """Return the call of one layer's step that a selector receives."""
         store = self.stores[layer]
         return LayerCall(
             AttentionLayer(NO_MODULE, layer, len(self.stores), layer, len(self.stores)),
@@ -97,13 +97,13 @@ class Contender:
                 selector.after(call)
 
     def bytes_read(self, queries: list[Tensor]) -> int:
-        """Bytes of sealed pairs, and of what is known about them, that a token reads."""
+        """Return the bytes of sealed pairs and of their indexes that a token reads."""
         total = 0
         for layer, (store, selector) in enumerate(zip(self.stores, self.selectors, strict=True)):
             segments: list[Any] = store.segments if selector is not None else store.sealed or [store.window]
-            held = sum(t.nbytes for segment in segments for t in stored(segment))
+            pair_bytes = sum(t.nbytes for segment in segments for t in stored(segment))
             if selector is None:
-                total += held
+                total += pair_bytes
                 continue
             call = self.call(layer, queries[layer])
             sets = selector.choose(call, queries[layer].view(HEADS, GROUPS, DIM))
@@ -111,28 +111,28 @@ class Contender:
             total += sum(t.nbytes for owner in owners for entry in owner.index.values() for t in entry.tensors())
             if sets is None:
                 # A layer that chooses for others reads its pairs, and then all keys once more.
-                total += held + held // 2
+                total += pair_bytes + pair_bytes // 2
                 call.lse = store.attend(queries[layer], call.logits)[1]
                 selector.after(call)
             else:
                 chosen = sum(int(part.counts.sum()) for parts in sets for part in parts)
-                total += chosen * held // sum(segment.layout.total for segment in segments)
+                total += chosen * pair_bytes // sum(segment.layout.total for segment in segments)
         return total
 
 
 def stored(part: Segment | Window) -> list[Tensor]:
-    """Tensors that hold pairs."""
+    """Return the tensors that store pairs."""
     if isinstance(part, Window):
         return [part.filled_keys, part.filled_values]
-    return [tensor for held in part.storage().values() for tensor in held]
+    return [tensor for tensors in part.storage().values() for tensor in tensors]
 
 
 def selector_of(press: BasePress, layer: int) -> Selector | None:
-    """Return a selector; channels are drawn at random, which cost as much to read as any."""
+    """Return a selector; channels are random, which cost as much to read as calibrated ones."""
     selector = press.recipe().selector_at(layer)
     if isinstance(selector, DoubleSparsitySelector):
-        drawn = torch.randn(HEADS, DIM, generator=torch.Generator().manual_seed(layer)).argsort()
-        selector.load(Channels({layer: drawn}), layer)
+        channels = torch.randn(HEADS, DIM, generator=torch.Generator().manual_seed(layer)).argsort()
+        selector.load(Channels({layer: channels}), layer)
     return selector
 
 
@@ -144,7 +144,7 @@ def random_pairs(context: int, layer: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def measure(context: int, layers: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Interleave all contenders; return medians and minima in milliseconds and what a token reads."""
+    """Interleave all contenders; return medians and minima in milliseconds and the bytes that a token reads."""
     pairs = [random_pairs(context, layer) for layer in range(layers)]
     contenders = {name: Contender(spec, pairs) for name, spec in SPECS.items()}
     generator = torch.Generator().manual_seed(1)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculation on a partial cache: tokens a round, time per token against plain decoding, and memory.
+"""Speculation with a partial cache as the draft: tokens per round, time per token against plain decoding, and memory.
 
 python benchmarks/speculate.py --out benchmarks/results/speculate.json
 python benchmarks/speculate.py --random --length 32768 --layers 8 --rounds 1 --tokens 48 --threads 1 \
     --drafts streaming_llm:0.9 "quest, 1/16" --out benchmarks/results/speculate_32k.json
 
-The first is the reference model, which recalls codes from its context. With --random it is a random Llama in bfloat16: its text
-means nothing, so that a draft is accepted only as far as what it reads gives the same tokens, and what is measured is mostly
-what rounds and memory cost. Plain decoding is timed under the same press, the prompt left out, in turns with speculation; with
---rounds 1 once for all drafts. Every timing reads the prompt again, which is most of the time at such a length: of the second
-command, three readings.
+The first command uses the reference model, which recalls codes from its context. With --random the model is a random Llama in
+bfloat16: its text has no meaning, so that a draft is accepted only where its pairs give the same tokens, and mostly the cost of
+rounds and memory is measured. Plain decoding is timed under the same press, without the prompt, in turns with speculation; with
+--rounds 1 once for all drafts. Every timing reads the prompt again, which takes most of the time at such a length: three times
+in the second command.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvpress import Draft, PartialVerification, RetrievedChunks, RetrievedPassag
 
 
 def drafts(length: int) -> dict[str, Any]:
-    """The drafts that are measured behind prompts of a length."""
+    """Return the drafts that are measured after prompts of a length."""
     budget = max(32, length // 16)
     return {
         "streaming_llm:0.9": "streaming_llm:0.9",
@@ -45,7 +45,7 @@ def drafts(length: int) -> dict[str, Any]:
 
 
 class Clock(TextStreamer):
-    """Notes when tokens came."""
+    """Records the time of each token."""
 
     def __init__(self) -> None:
         self.at: list[float] = []
@@ -55,21 +55,21 @@ class Clock(TextStreamer):
         self.at.append(time.perf_counter())
 
     def end(self) -> None:
-        """Nothing is left to print."""
+        """Do nothing, as there is no text to print."""
 
 
 def plain(model: Any, ids: Tensor, press: str, tokens: int) -> tuple[Tensor, float]:
-    """Return what plain decoding generates, and its seconds per token behind the first."""
+    """Return the tokens of plain decoding, and its seconds per token after the first."""
     clock = Clock()
     with kvpress.get_press(press)(model):
-        found = model.generate(
+        output = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False, streamer=clock
         )
-    return found, (clock.at[-1] - clock.at[1]) / max(1, len(clock.at) - 2)
+    return output, (clock.at[-1] - clock.at[1]) / max(1, len(clock.at) - 2)
 
 
 def prompt(tokenizer: Any, length: int) -> Tensor:
-    """A text of about so many tokens, with codes in it that the reference model recalls."""
+    """Return a text of about `length` tokens, with codes in it that the reference model recalls."""
     codes = " The code for tiger is 4837. The code for apple is 1192. The code for otter is 7718."
     filler = tokenizer(" The old river runs near the green hill.", add_special_tokens=False)["input_ids"]
     text = codes + " The old river runs near the green hill." * (length // len(filler)) + " The code for tiger is"
@@ -79,7 +79,7 @@ def prompt(tokenizer: Any, length: int) -> Tensor:
 def measured(
     model: Any, ids: Tensor, press: str, tokens: int, rounds: int, proposed: int, only: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """Return a row for every draft, or those of `only`, plain decoding timed beside each; once in all with one round.
+    """Return a row for every draft, or those of `only`, plain decoding timed with each; with one round, timed once for all.
 
     Raises:
         ValueError: there is no draft of such a name.
@@ -96,31 +96,31 @@ def measured(
             f"drafts must be some of {', '.join(repr(name) for name, *_ in named)}, got {', '.join(map(repr, sorted(unknown)))}"
         )
     once = plain(model, ids, press, tokens) if rounds == 1 else None
-    for name, given, verify in named:
+    for name, setting, verify in named:
         if only and name not in only:
             continue
-        draft = given if isinstance(given, Draft) else Draft(given)
+        draft = setting if isinstance(setting, Draft) else Draft(setting)
         draft = Draft(draft.press, draft.model, proposed, draft.retrieve)
         took: list[list[float]] = [[], []]
         for _ in range(rounds):
             expected, seconds = once or plain(model, ids, press, tokens)
             took[0].append(seconds)
-            found = kvpress.speculate(
+            result = kvpress.speculate(
                 model, ids, draft=draft, press=press, verify=verify, max_new_tokens=tokens, do_sample=False
             )
-            took[1].append(found.seconds / max(1, found.tokens - 1))
+            took[1].append(result.seconds / max(1, result.tokens - 1))
         ours, theirs = (sorted(times)[len(times) // 2] for times in reversed(took))
         rows.append({
-            "draft": name, "press": press, "length": ids.shape[1], "tokens": found.tokens, "proposed": proposed,
-            "same": bool(found.sequences.shape == expected.shape and (found.sequences == expected).all()),
-            "tokens_per_round": found.tokens_per_round, "acceptance": found.acceptance,
+            "draft": name, "press": press, "length": ids.shape[1], "tokens": result.tokens, "proposed": proposed,
+            "same": bool(result.sequences.shape == expected.shape and (result.sequences == expected).all()),
+            "tokens_per_round": result.tokens_per_round, "acceptance": result.acceptance,
             "seconds": ours, "plain_seconds": theirs,
-            "target_bytes": found.target_bytes, "draft_bytes": found.draft_bytes,
+            "target_bytes": result.target_bytes, "draft_bytes": result.draft_bytes,
         })  # fmt: skip
         print(
-            f"{name:22} {found.tokens_per_round:4.1f} tokens a round ({found.acceptance:4.0%} accepted), "
+            f"{name:22} {result.tokens_per_round:4.1f} tokens a round ({result.acceptance:4.0%} accepted), "
             f"{1e3 * ours:7.1f} ms a token, plain {1e3 * theirs:7.1f}: {theirs / ours:4.2f} times as fast, "
-            f"{found.draft_bytes / found.target_bytes:4.0%} more memory, {'same' if rows[-1]['same'] else 'other'} tokens",
+            f"{result.draft_bytes / result.target_bytes:4.0%} more memory, {'same' if rows[-1]['same'] else 'other'} tokens",
             flush=True,
         )
     return rows
@@ -129,16 +129,16 @@ def measured(
 def main(arguments: list[str] | None = None) -> None:
     """Print a line for every draft, and write all as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--random", action="store_true", help="a random model in the place of the reference model")
+    parser.add_argument("--random", action="store_true", help="a random model instead of the reference model")
     parser.add_argument("--length", type=int, default=900)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--press", default="none", help="what the model itself reads under")
+    parser.add_argument("--press", default="none", help="press of the model itself")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--proposed", type=int, default=4, help="tokens of the draft in every round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--drafts", nargs="+", default=(), metavar="NAME", help="those to measure, such as snapkv:0.9; all"
+        "--drafts", nargs="+", default=(), metavar="NAME", help="drafts to measure, such as snapkv:0.9; all by default"
     )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time per generated token and where pairs lie: memory against files that are mapped into it.
+"""Time per generated token by the storage of pairs: memory against memory-mapped files.
 
     python benchmarks/tiers.py [--context 8192] [--rounds 7] [--threads 1] [--folder /on/a/disk]
                                [--out benchmarks/results/tiers.json]
 
-The random Llama of `benchmarks/decode.py` decodes behind caches of random pairs, from which Quest and Double Sparsity choose;
+The random Llama of `benchmarks/decode.py` decodes with caches of random pairs, from which Quest and Double Sparsity choose;
 runs of all caches are interleaved and medians are compared. `file` reads pages that the system still has in memory. `file,
-cold` lets the system write out and forget all of them before each token (`MADV_PAGEOUT`, Linux), so that chosen ones are read
-from the disk that `--folder` is on. A folder in memory (tmpfs) says nothing about disks. Bytes fetched are those of chosen
-pairs; the system reads whole pages. The last line is one JSON object.
+cold` makes the system write out and drop all pages before each token (`MADV_PAGEOUT`, Linux), so that chosen ones are read from
+the disk of `--folder`. A folder in memory (tmpfs) does not measure a disk. Bytes fetched are those of chosen pairs; the system
+reads whole pages. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ STEPS = 4
 
 
 def forget(cache: Any) -> None:
-    """Let the system forget the pages of all files of a cache."""
-    os.sync()  # pages that are not written yet are not forgotten
+    """Drop the pages of all files of a cache from memory."""
+    os.sync()  # pages that are not written yet cannot be dropped
     libc = ctypes.CDLL(None, use_errno=True)
     for layer in cache.layers:
         for segment in layer.store.segments:
@@ -51,25 +51,27 @@ def forget(cache: Any) -> None:
                 if in_file(tensor) and libc.madvise(
                     ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(size), MADV_PAGEOUT
                 ):
-                    raise OSError(ctypes.get_errno(), "this system cannot be told to forget pages (MADV_PAGEOUT)")
+                    raise OSError(
+                        ctypes.get_errno(), "this system does not support MADV_PAGEOUT, which drops pages from memory"
+                    )
 
 
 @torch.no_grad()
 def time_token(model: Any, cache: Any, press: Any, cold: bool) -> float:
-    """Milliseconds per token over a few steps, of which the first is not counted."""
-    token, taken = torch.tensor([[5]]), []
+    """Return the milliseconds per token over a few steps, of which the first is not counted."""
+    token, times = torch.tensor([[5]]), []
     with kvpress.reading(model, press):
         for _ in range(STEPS + 1):
             if cold:
                 forget(cache)
             start = time.perf_counter()
             model(token, **with_cache(cache), use_cache=True)
-            taken.append((time.perf_counter() - start) * 1e3)
-    return sum(taken[1:]) / STEPS
+            times.append((time.perf_counter() - start) * 1e3)
+    return sum(times[1:]) / STEPS
 
 
 def measure(context: int, rounds: int, folder: str | None) -> dict[str, dict[str, float]]:
-    """Interleave all contenders; return milliseconds, what is held where, and what a token fetches."""
+    """Interleave all contenders; return milliseconds, the bytes in memory and in files, and the bytes that a token fetches."""
     model, table = build_model(), {}
     for name, spec in SPECS.items():
         press = press_of(spec)
@@ -100,7 +102,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--folder", help="where files are made; the folder for temporary files by default")
+    parser.add_argument("--folder", help="folder of the files; that for temporary files by default")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny random model of every causal type that transformers knows, built from its configuration class."""
+"""Build a tiny random model of every causal type of transformers from its configuration class."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VOCAB = 97
 LAYERS = 4
 WINDOW = 8
 UNSET = ("num_experts_per_tok", "num_experts_per_token", "head_dim", "num_key_value_heads")
-"""Sizes that are given also where a class has none by default."""
+"""Sizes that are set also where a class has no default for them."""
 GROWS = ("full_attention", "indexed_attention", "hybrid")
 """Kinds of layers whose cache grows with the context."""
 
@@ -64,16 +64,18 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 2,
     "is_decoder": True,
 }
-"""Sizes that a configuration is given under the names that it knows."""
+"""Sizes of a configuration, set under the names that its class has."""
 
 
 def config_of(kind: Any, **settings: Any) -> Any:
-    """Return a small configuration: every size that the class knows, and a layer of each kind that it has."""
+    """Return a small configuration: every size that the class has, and a layer of each of its kinds."""
     cls = CONFIG_MAPPING[kind] if isinstance(kind, str) else kind
     default = cls()
-    known = {**default.to_dict(), **default.attribute_map}
+    defaults = {**default.to_dict(), **default.attribute_map}
     chosen = {
-        name: value for name, value in SMALL.items() if name in known and (known[name] is not None or name in UNSET)
+        name: value
+        for name, value in SMALL.items()
+        if name in defaults and (defaults[name] is not None or name in UNSET)
     }
     if "kv_lora_rank" in chosen:
         chosen |= {"num_key_value_heads": SMALL["num_attention_heads"], "head_dim": SMALL["qk_rope_head_dim"]}
@@ -92,10 +94,10 @@ def config_of(kind: Any, **settings: Any) -> Any:
 
 
 def _mixed(kinds: list[str]) -> list[str]:
-    """Return the kinds of a few layers: in turn each kind that is there, full attention last."""
-    found = sorted({*kinds, "full_attention"} if set(kinds) == {"sliding_attention"} else set(kinds))
-    found.sort(key=lambda kind: kind == "full_attention")
-    return list(itertools.islice(itertools.cycle(found), max(LAYERS, len(found))))
+    """Return the kinds of a few layers: each kind in turn, full attention last."""
+    layer_kinds = sorted({*kinds, "full_attention"} if set(kinds) == {"sliding_attention"} else set(kinds))
+    layer_kinds.sort(key=lambda kind: kind == "full_attention")
+    return list(itertools.islice(itertools.cycle(layer_kinds), max(LAYERS, len(layer_kinds))))
 
 
 def _kinds(config: Any) -> list[str]:
@@ -124,7 +126,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "lfm2_moe": _CONVOLVED,
     "moshi": {"audio_vocab_size": VOCAB, "sliding_window": WINDOW},
 }
-"""What single types need beside the sizes."""
+"""Settings of single types beyond the sizes."""
 
 
 def tiny(kind: str, implementation: str | None = None) -> Any:

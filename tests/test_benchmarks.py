@@ -162,7 +162,7 @@ def test_levels_are_named_in_order_and_those_that_are_lacking_refused() -> None:
     assert levels_of("all") == NATIVE
     assert levels_of(",".join(reversed(NATIVE[:2]))) == NATIVE[:2]
     assert levels_of(None) == (build.best_level(),)
-    with pytest.raises(ValueError, match=f"no level 'sse9' on this processor; use all, or of {', '.join(NATIVE)}"):
+    with pytest.raises(ValueError, match=f"no level 'sse9' on this processor; use all, or some of {', '.join(NATIVE)}"):
         levels_of("baseline,sse9")
 
 
@@ -310,7 +310,7 @@ def test_sizes_of_several_results_go_into_one_figure(tmp_path: Path) -> None:
     assert joined["smaller"] == [2, 5, 10, 20, 50]
     assert {row["size"] for row in joined["rows"] if row["family"] == "frontier"} == set(joined["smaller"])
     assert frontier.joined([paths[1], *paths])["rows"] == joined["rows"]
-    with pytest.raises(ValueError, match="not of one length"):
+    with pytest.raises(ValueError, match="do not have the same length and model"):
         frontier.joined([paths[0], results / "frontier_2048.json"])
 
 

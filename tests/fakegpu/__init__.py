@@ -6,7 +6,7 @@
     gpu.launches
 
 Launches fail as on the chip: for a grid, threads, shared memory or registers over its limits. Nothing is computed, so outputs
-hold old memory. With tensors of `meta`, a value that the host reads, which waits for a device, raises.
+hold old memory. With tensors of `meta`, a host read of a value, which would wait for the device, raises.
 """
 
 from __future__ import annotations

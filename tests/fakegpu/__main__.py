@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m tests.fakegpu`; see `tests.fakegpu.sweep`, whose functions other processes run."""
+"""Run `python -m tests.fakegpu`; see `tests.fakegpu.sweep`, whose functions other processes run."""
 
 from __future__ import annotations
 

@@ -7,23 +7,26 @@ from dataclasses import dataclass
 
 WARP = 32
 MOST_BLOCKS = (2**31 - 1, 65535, 65535)
-"""Blocks of a grid on its three axes."""
+"""Maximum blocks of a grid on its three axes."""
 
 MOST_THREADS = 1024
 REGISTERS = 65536
-"""Registers of a multiprocessor, and at most of a block."""
+"""Registers of a multiprocessor, and the maximum of a block."""
 
 REGISTER_UNIT = 256
-"""A warp gets registers in units of that many."""
+"""A warp gets registers in multiples of this."""
 
 
 @dataclass(frozen=True)
 class Chip:
-    """Multiprocessors of a usual product, and shared memory that one block may use, in bytes."""
+    """A GPU."""
 
     capability: int
+    """CUDA compute capability, times ten."""
     multiprocessors: int
+    """Multiprocessors of a usual product."""
     shared: int
+    """Shared memory that one block may use, in bytes."""
 
 
 CHIPS = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver that Triton's runtime calls in place of CUDA's, and the switch that sends tensors of the host to it."""
+"""Driver that Triton's runtime calls in place of CUDA's, and the switch that sends tensors of the host to it."""
 
 from __future__ import annotations
 
@@ -33,14 +33,18 @@ class LaunchError(RuntimeError):
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch that was within the limits; `spills` are bytes of local memory per thread."""
+    """One launch that was within the limits."""
 
     kernel: str
     grid: tuple[int, int, int]
     threads: int
+    """Threads of a block."""
     shared: int
+    """Bytes of shared memory of a block."""
     registers: int
+    """Registers per thread."""
     spills: int
+    """Bytes of local memory per thread."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class Utils:
         }
 
     def load_binary(self, name: str, cubin: bytes, shared: int, device: int) -> tuple[Any, Any, int, int, int]:
-        """Return a module, a function, registers and spilled words per thread, and threads per block at most."""
+        """Return a module, a function, registers and spilled words per thread, and the maximum of threads per block."""
         del name, shared, device
         function = _usage(cubin)
         return object(), function, function.registers, function.spills // 4, MOST_THREADS
@@ -83,9 +87,9 @@ class Utils:
 
 @dataclass
 class FakeDriver:
-    """Stands in for Triton's CUDA driver; keeps the launches that were within the limits of the chip.
+    """Stands in for Triton's CUDA driver; records the launches that were within the limits of the chip.
 
-    Triton keeps compiled kernels by device, so that the number of the device is that of the chip.
+    Triton caches compiled kernels by device, so the number of the device is that of the chip.
     """
 
     chip: Chip
@@ -118,9 +122,9 @@ class FakeDriver:
 
 @dataclass(frozen=True)
 class Launcher:
-    """Launches one compiled kernel: checks the limits of the chip; the active driver keeps the launch.
+    """Launches one compiled kernel: checks the limits of the chip; the active driver records the launch.
 
-    Triton keeps launchers beside compiled kernels, beyond the life of the driver that they were made for.
+    Triton caches launchers with compiled kernels, so they outlive the driver that they were made for.
     """
 
     kernel: str
@@ -130,7 +134,7 @@ class Launcher:
     def __call__(self, x: int, y: int, z: int, stream: int, function: Function, *arguments: Any) -> None:
         del stream
         blocks = (x, y, z)
-        if 0 in blocks:  # Triton launches nothing
+        if 0 in blocks:  # Triton launches nothing for an empty grid
             return
         self._check(blocks, function)
         places = {str(leaf.device) for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)}
@@ -142,10 +146,10 @@ class Launcher:
         active_driver.active.launches.append(launched)
 
     def _check(self, blocks: tuple[int, int, int], function: Function) -> None:
-        for axis, size, most in zip("xyz", blocks, MOST_BLOCKS, strict=True):
-            if not (isinstance(size, int) and 0 < size <= most):
+        for axis, size, limit in zip("xyz", blocks, MOST_BLOCKS, strict=True):
+            if not (isinstance(size, int) and 0 < size <= limit):
                 raise LaunchError(
-                    f"{self.kernel} is launched with {size} blocks on axis {axis}, which takes 1 to {most}"
+                    f"{self.kernel} is launched with {size} blocks on axis {axis}, which takes 1 to {limit}"
                 )
         if self.threads > MOST_THREADS:
             raise LaunchError(
@@ -160,7 +164,7 @@ class Launcher:
 
 
 def kernel_name(function: Any) -> str:
-    """Name of a kernel: its package under `kvpress.kernels`, and its function where that is not `_kernel`."""
+    """Return the name of a kernel: its package under `kvpress.kernels`, and its function where that is not `_kernel`."""
     package, module = function.__module__.split(".")[-2:]
     name = package if module == "triton" else module.removesuffix("_kernel")
     special = function.__name__.strip("_").removesuffix("kernel").strip("_")
@@ -186,7 +190,7 @@ def fake_gpu(capability: int = 90) -> Iterator[FakeDriver]:
 
 
 def forget_sizes(module: ModuleType) -> None:
-    """Forget cached results, which depend on the chip."""
+    """Clear cached results, which depend on the chip."""
     for value in vars(module).values():
         if hasattr(value, "cache_clear"):
             value.cache_clear()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every operator that launches Triton kernels, called on tensors without memory, at any size."""
+"""Every operator that launches Triton kernels, called at any size on tensors without memory."""
 
 from __future__ import annotations
 
@@ -20,13 +20,18 @@ CHUNK = 32
 
 @dataclass(frozen=True)
 class Shape:
-    """Streams N = rows of the batch times KV heads, stored rows of each, queries M of a GQA group, and channels D."""
+    """Size of a problem with N = batch x heads streams."""
 
     batch: int = 2
+    """Rows of the batch."""
     heads: int = 4
+    """KV heads."""
     tokens: int = 512
+    """Stored rows of a stream."""
     queries: int = 4
+    """Queries M of a GQA group."""
     channels: int = 64
+    """Head dim D."""
 
     @property
     def streams(self) -> int:
@@ -127,7 +132,7 @@ def quantise(s: Shape) -> None:
 
 
 def prefill(s: Shape) -> None:
-    """Four query heads to a KV head; every query block reads 8 tiles."""
+    """Run prefill with four query heads to a KV head; every query block reads 8 tiles."""
     from kvpress.kernels.prefill.triton import attend
 
     heads, block = 4 * s.heads, 64
@@ -159,4 +164,4 @@ LARGE = {
     "128 heads": Shape(batch=1, heads=128, tokens=2**17, queries=1),
     "batch of 64": Shape(batch=64, heads=8, tokens=2**15, queries=4 * 64),
 }
-"""Sizes at which a grid or an index may leave its range. The last has the queries of a window of 64 tokens."""
+"""Sizes at which a grid or an index may overflow. The last has the queries of a window of 64 tokens."""

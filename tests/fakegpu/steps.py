@@ -29,7 +29,7 @@ PRESSES = {
 
 @torch.no_grad()
 def decode_step(spec: str, steps: int = 1) -> Counter[str]:
-    """Compress a prompt of 300 tokens under the fake driver in use; return the launches of one step behind it."""
+    """Compress a prompt of 300 tokens under the active fake driver; return the launches of one decode step after it."""
     model, gpu = tiny_model("llama"), active_driver.active
     assert device.available(torch.empty(0)), "enter fake_gpu() first"
     with ZeroFilled(), kvpress.get_press(spec)(model):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launch everything on GPUs that are not here: `make gpu-dry`.
+"""Launch everything on GPUs that this machine lacks: `make gpu-dry`.
 
     python -m tests.fakegpu [--chips 80 90 100] [--only dense int4] [-n 2]
 
-Every operator at sizes where a grid or an index may leave its range, every parity case of `benchmarks/gpu_parity.py`, and
-decode steps of presses: compiled for each chip, launched within its limits, without a spill. Compiled kernels are kept in
-Triton's cache (`TRITON_CACHE_DIR`), which processes share. The exit code is 1 if something fails.
+Every operator at sizes where a grid or an index may overflow, every parity case of `benchmarks/gpu_parity.py`, and decode steps
+of presses must compile for each chip, launch within its limits, and not spill. Compiled kernels are kept in Triton's cache
+(`TRITON_CACHE_DIR`), which processes share. The exit code is 1 if something fails.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Run = Callable[[], object]
 MAY_SPILL = {
     "decode float32 M80": "sums of 64 query rows in float32, which no model decodes with in bulk",
 }
-"""Why a launch may keep registers in local memory, by the name of its case."""
+"""Reason that a launch may spill registers into local memory, by the name of its case."""
 
 
 class Result(NamedTuple):
@@ -85,9 +85,9 @@ def run_case(gpu: FakeDriver, name: str, run: Run) -> list[str]:
     """Run one case; return its failures."""
     before, printed = len(gpu.launches), io.StringIO()
     try:
-        with contextlib.redirect_stdout(printed):  # Triton prints whole programs that do not assemble
+        with contextlib.redirect_stdout(printed):  # Triton prints programs that do not assemble
             run()
-    except Exception as error:  # errors of compilers are findings, and others follow
+    except Exception as error:  # compiler errors are results, and the sweep goes on
         return [f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"]
     spilling = {launch.kernel: launch.spills for launch in gpu.launches[before:] if launch.spills}
     return [] if name in MAY_SPILL else [f"{kernel} spills {size} bytes" for kernel, size in spilling.items()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that is allocated without being filled holds zeros, so that a model runs on kernels that compute nothing."""
+"""Allocated memory holds zeros, so that a model runs on kernels that compute nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALLOCATING = {
 
 
 class ZeroFilled(TorchDispatchMode):
-    """Fill tensors that are allocated meanwhile with zeros."""
+    """Fills tensors that are allocated meanwhile with zeros."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

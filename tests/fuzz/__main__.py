@@ -37,22 +37,22 @@ def main() -> int:
         cases = itertools.islice(random_cases(options.seed), options.n)
     else:
         cases = ci_cases()
-    count, known, begun = 0, set(), time.monotonic()
+    count, kinds, begun = 0, set(), time.monotonic()
     for case in cases:
         count += 1
         for fault in run(case):
             small = case if options.as_is or options.case else shrunk(case, fault.kind)
-            if (small.spec, fault.kind) in known:
+            if (small.spec, fault.kind) in kinds:
                 continue
-            known.add((small.spec, fault.kind))
-            again = next((found for found in run(small) if found.kind == fault.kind), fault)
+            kinds.add((small.spec, fault.kind))
+            again = next((smaller_fault for smaller_fault in run(small) if smaller_fault.kind == fault.kind), fault)
             print(report(small, again), flush=True)
-    print(f"{count} cases, {len(known)} faults, {time.monotonic() - begun:.0f} s")
-    return 1 if known else 0
+    print(f"{count} cases, {len(kinds)} faults, {time.monotonic() - begun:.0f} s")
+    return 1 if kinds else 0
 
 
 def report(case: Case, fault: AssertionError) -> str:
-    """What does not hold, and how to see it again."""
+    """Return the fault and the command that repeats it."""
     return f"{fault}\n    python -m tests.fuzz '{case}'"
 
 

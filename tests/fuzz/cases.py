@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A case: a spec, what it is tried on, and the property that must hold. One line of text, from which it runs again."""
+"""A case: a spec, the model and conversation that it is tried on, and the property that must hold, as one line of text."""
 
 from __future__ import annotations
 
@@ -17,22 +17,30 @@ from tests.pairwise import pairwise
 ROWS = {"one": (97,), "even": (70, 70), "padded": (90, 61, 23), "short": (86, 5), "long": (181, 140)}
 """Real tokens of each row of a first prompt; shorter rows are padded on the left."""
 TURNS = ("1", "2", "3", "long", "reading")
-"""How many turns a conversation has; `long`: three, of dozens of tokens; `reading`: a second one, inside `kvpress.reading`."""
+"""Number of turns of a conversation; `long`: three, of dozens of tokens; `reading`: a second one, inside `kvpress.reading`."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One trial; `seed` makes the tokens."""
+    """One trial."""
 
     spec: str
+    """Press."""
     family: str = "llama"
+    """Model, see `tests.fuzz.models`."""
     dtype: str = "float32"
     rows: str = "one"
+    """Lengths of the rows, see `ROWS`."""
     chunk: int = 0
+    """Length of a chunk of the prompt, 0 for one pass."""
     turns: str = "1"
+    """Turns, see `TURNS`."""
     beams: int = 1
+    """Beams of the last turn."""
     check: str = "repeat"
+    """Property, see `CHECKS`."""
     seed: int = 0
+    """Seed of the tokens."""
 
     def __str__(self) -> str:
         settings = [f"{field.name}={getattr(self, field.name)}" for field in fields(self) if field.name != "spec"]
@@ -40,20 +48,20 @@ class Case:
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """Read what `str` writes; what is not named keeps its default."""
+        """Parse the text of `str`; missing fields keep their default."""
         settings, _, spec = text.rpartition("::")
-        found: dict[str, Any] = dict(item.split("=") for item in settings.split())
-        for name in {"chunk", "beams", "seed"} & set(found):
-            found[name] = int(found[name])
-        return cls(spec.strip(), **found)
+        values_by_field: dict[str, Any] = dict(item.split("=") for item in settings.split())
+        for name in {"chunk", "beams", "seed"} & set(values_by_field):
+            values_by_field[name] = int(values_by_field[name])
+        return cls(spec.strip(), **values_by_field)
 
 
 CHECKS = ("repeat", "copy", "keep_all", "alone", "select_all", "beside", "chunks")
-"""Properties by name, see `tests.fuzz.properties`; bytes and kept pairs are looked at in every case."""
+"""Properties by name, see `tests.fuzz.properties`; bytes and kept pairs are checked in every case."""
 
 
 def dimensions() -> dict[str, list[Any]]:
-    """Everything that is drawn, by name."""
+    """Return the values of everything that is drawn, by name."""
     return {
         "scorer": [*names("scorer"), None],
         "wrapper": [None, *names("wrapper")],
@@ -72,11 +80,11 @@ def dimensions() -> dict[str, list[Any]]:
 
 
 SPEC = ("scorer", "wrapper", "outer", "schedule", "codec", "selector")
-"""The dimensions that a spec is drawn from; the others say what it is tried on."""
+"""Dimensions that a spec is drawn from; the others describe the trial."""
 
 
 def allowed(row: dict[str, Any]) -> bool:
-    """Whether a row, or one in the making, makes sense."""
+    """Return whether a row, possibly incomplete, is a valid case."""
     needs = {"alone": ("rows", "one"), "copy": ("turns", "1"), "chunks": ("chunk", 0),
              "select_all": ("selector", None), "beside": ("scorer", None)}  # fmt: skip
     name, refused = needs.get(row.get("check", ""), ("", ""))
@@ -89,23 +97,23 @@ def allowed(row: dict[str, Any]) -> bool:
 
 
 COUNT = 120
-"""Cases of CI: three of each trial that `ci_cases` draws specs for."""
+"""Number of CI cases: three of each trial that `ci_cases` draws specs for."""
 
 
 @cache
 def ci_cases() -> list[Case]:
-    """The cases of CI: every two values of what specs are tried on meet, and methods of a place are drawn equally often."""
-    known = dimensions()
-    trials = pairwise(allowed, **{name: values for name, values in known.items() if name not in SPEC})
-    found, codecs, selectors = [], cycle(known["codec"]), cycle(names("selector"))
+    """Return the CI cases: every two values of the trial dimensions meet, and methods of a place are drawn equally often."""
+    values_of = dimensions()
+    trials = pairwise(allowed, **{name: values for name, values in values_of.items() if name not in SPEC})
+    cases, codecs, selectors = [], cycle(values_of["codec"]), cycle(names("selector"))
     for seed in range(COUNT):
-        given = {**trials[seed % len(trials)], "scorer": known["scorer"][seed % len(known["scorer"])]}
-        if seed % 2 and not (given["scorer"] and (rewrites(given["scorer"]) or encodes(given["scorer"]))):
-            given["codec"] = next(codecs)
-        if seed % 4 == 0 and not (given["scorer"] and rewrites(given["scorer"])):
-            given["selector"] = next(selectors)
-        found.append(next(_cases(seeded(seed), given)))
-    return found
+        fixed = {**trials[seed % len(trials)], "scorer": values_of["scorer"][seed % len(values_of["scorer"])]}
+        if seed % 2 and not (fixed["scorer"] and (rewrites(fixed["scorer"]) or encodes(fixed["scorer"]))):
+            fixed["codec"] = next(codecs)
+        if seed % 4 == 0 and not (fixed["scorer"] and rewrites(fixed["scorer"])):
+            fixed["selector"] = next(selectors)
+        cases.append(next(_cases(seeded(seed), fixed)))
+    return cases
 
 
 def random_cases(seed: int) -> Iterator[Case]:
@@ -113,19 +121,19 @@ def random_cases(seed: int) -> Iterator[Case]:
     return _cases(seeded(seed), {})
 
 
-def _cases(rng: random.Random, given: dict[str, Any]) -> Iterator[Case]:
-    """Draw cases with the given values."""
-    known = dimensions()
+def _cases(rng: random.Random, fixed: dict[str, Any]) -> Iterator[Case]:
+    """Draw cases with some values fixed."""
+    values_of = dimensions()
     while True:
-        row = {name: given.get(name, rng.choice(values)) for name, values in known.items()}
+        row = {name: fixed.get(name, rng.choice(values)) for name, values in values_of.items()}
         for name, share in (("outer", 0.3), ("codec", 0.5), ("selector", 0.5)):
-            row[name] = row[name] if name in given or rng.random() < share else None
-        if given.get("check") == "beside" and row["scorer"] is None:
+            row[name] = row[name] if name in fixed or rng.random() < share else None
+        if fixed.get("check") == "beside" and row["scorer"] is None:
             row["scorer"] = "knorm"
         if any(encodes(row[name]) for name in ("scorer", "wrapper", "outer") if row[name] is not None):
             row["codec"] = None
         if row["scorer"] is not None and rewrites(row["scorer"]):
-            # What it changes must stay dense: there is nothing that a codec or selector could be tried on.
+            # The pairs it changes must stay dense, which excludes codecs and selectors.
             row |= {
                 "codec": None,
                 "selector": None,
@@ -140,5 +148,5 @@ def _cases(rng: random.Random, given: dict[str, Any]) -> Iterator[Case]:
 
 
 def reaches(case: Case) -> set[str]:
-    """Names of all presses in a case."""
+    """Return the names of all presses in a case."""
     return {tree["name"] for tree in inside(tree_of(case.spec))}

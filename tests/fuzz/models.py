@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny models to draw from, random ones and a pretrained one, and the files that some methods need about a model."""
+"""Tiny models for drawn cases, random ones and a pretrained one, and the files that some methods need for a model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": SETTINGS["gemma3_text"],
     "phi3": SETTINGS["phi3"],
     "stablelm": {"partial_rotary_factor": 0.5, "head_dim": 16},
-    # All experts answer every token: a router that chooses between nearly equal ones makes a jump of a rounding error.
+    # All experts answer every token: a router that chooses between nearly equal ones turns a rounding error into a jump.
     "gpt_oss": {**SETTINGS["gpt_oss"], "num_experts_per_tok": 4},
     PRETRAINED: {},
 }
@@ -39,7 +39,7 @@ EAGER_ONLY = {"gpt_oss"}
 
 @cache
 def model_of(family: str, dtype: str) -> Any:
-    """A model in evaluation mode."""
+    """Return a model in evaluation mode."""
     if family == PRETRAINED:
         return _without_end(kvpress.load_model(PRETRAINED)[0]).to(DTYPES[dtype])
     config = CONFIG_MAPPING[family](**{**COMMON, **FAMILIES[family]})
@@ -50,20 +50,20 @@ def model_of(family: str, dtype: str) -> Any:
         if name.endswith("bias") or "sinks" in name:
             torch.nn.init.normal_(parameter, std=0.3)
         elif "norm" in name:
-            # Normalised keys of equal weights would all be equally long, and rounding would choose between them.
+            # Normalised keys with equal weights would all have the same norm, and rounding would choose between them.
             parameter.data += 0.3 * torch.randn_like(parameter)
     return _without_end(model).to(DTYPES[dtype])
 
 
 def _without_end(model: Any) -> Any:
-    """Let a model generate as many tokens as are asked for."""
+    """Return the model without an end token, so that it generates as many tokens as requested."""
     model.generation_config.pad_token_id = 0
     model.generation_config.eos_token_id = None
     return model.eval()
 
 
 def growing(family: str) -> int:
-    """Number of layers that attend to everything, and so are compressed."""
+    """Return the number of layers with full attention, which are compressed."""
     return len(full_layers(model_of(family, "float32")))
 
 
@@ -77,7 +77,7 @@ def _calibration(method: str, **settings: Any) -> Callable[[str, Path], None]:
 
 
 def _heads(family: str) -> tuple[int, int]:
-    """Layers of a model, and KV heads of each."""
+    """Return the layers of a model, and the KV heads of each."""
     config = model_of(family, "float32").config
     return config.num_hidden_layers, config.num_key_value_heads
 
@@ -90,12 +90,12 @@ def _table(family: str, path: Path) -> None:
 def _networks(family: str, path: Path) -> None:
     layers, heads = _heads(family)
     sizes = (heads, model_of(family, "float32").config.hidden_size)
-    drawn = torch.Generator().manual_seed(4)
-    made = {}
+    generator = torch.Generator().manual_seed(4)
+    tensors = {}
     for layer in range(layers):
-        made[f"layers.{layer}.weight"] = torch.randn(sizes, generator=drawn)
-        made[f"layers.{layer}.bias"] = torch.zeros(sizes[0])
-    save_file(made, path)
+        tensors[f"layers.{layer}.weight"] = torch.randn(sizes, generator=generator)
+        tensors[f"layers.{layer}.bias"] = torch.zeros(sizes[0])
+    save_file(tensors, path)
 
 
 def _curve(family: str, path: Path) -> None:
@@ -111,9 +111,9 @@ def _gates(family: str, path: Path) -> None:
         "q_proj.weight": (heads * 8, hidden), "q_proj.bias": (heads * 8,), "k_proj.weight": (kv_heads * 8, hidden),
         "q_norm.weight": (8,), "k_norm.weight": (8,), "k_base": (kv_heads, 1, 4, 8), "b": (kv_heads, 1, heads // kv_heads),
     }  # fmt: skip
-    drawn = torch.Generator().manual_seed(6)
+    generator = torch.Generator().manual_seed(6)
     layers = [
-        {name: torch.randn(shape, generator=drawn) for name, shape in shapes.items()}
+        {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
         for _ in range(config.num_hidden_layers)
     ]
     torch.save({"module": layers}, path)
@@ -133,7 +133,7 @@ FILES: dict[str, tuple[str, Callable[[str, Path], None]]] = {
     "scales": ("scales.safetensors", lambda family, path: write_scales(model_of(family, "float32"), path)),
     "statistics": ("statistics.safetensors", _calibration("expected_attention")),
 }
-"""What a spec writes in braces: the name of a file, and how it is made for a family."""
+"""Name in braces of a spec -> file name, and the function that writes the file for a family."""
 
 
 @cache

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make a failing case smaller, by dropping what it does not need to fail in the same way."""
+"""Make a failing case smaller by dropping everything that the fault does not depend on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLAIN = {"turns": "1", "beams": 1, "chunk": 0, "rows": "one", "dtype": "float32"
 
 
 def shrunk(case: Case, kind: str, tries: int = 60) -> Case:
-    """Return a smaller case with a fault of the same kind, after so many tries at most."""
+    """Return a smaller case with a fault of the same kind, after at most `tries` runs."""
     done = False
     while not done:
         done = True
@@ -30,7 +30,7 @@ def shrunk(case: Case, kind: str, tries: int = 60) -> Case:
 
 
 def _smaller(case: Case) -> Iterator[Case]:
-    """Cases with one thing less, the largest steps first."""
+    """Yield cases with one part removed, the largest steps first."""
     for tree in _trees(specs.tree_of(case.spec)):
         if specs.is_spec([tree]):
             yield replace(case, spec=specs.text_of(tree))
@@ -49,7 +49,7 @@ def _smaller(case: Case) -> Iterator[Case]:
 
 
 def _trees(tree: Tree) -> Iterator[Tree]:
-    """The spec without one of its presses, without a wrapper or schedule, or with a default in the place of a setting."""
+    """Yield the spec without one of its presses, without a wrapper or schedule, or with a default instead of a setting."""
     parts = specs.parts_of(tree)
     if len(parts) > 1:
         for at in range(len(parts)):
@@ -60,8 +60,8 @@ def _trees(tree: Tree) -> Iterator[Tree]:
 
 
 def _parts(part: Tree) -> Iterator[Tree]:
-    held = {name: value for name, value in part.items() if isinstance(value, dict)}
-    for inner in held.values():
+    inner_presses = {name: value for name, value in part.items() if isinstance(value, dict)}
+    for inner in inner_presses.values():
         # A press inside a schedule has no ratio of its own.
         plain = "compression_ratio" in specs.fields_of(inner) and not {"compression_ratio", "budget"} & set(inner)
         yield {**inner, "compression_ratio": 0.5} if plain else inner
@@ -69,7 +69,7 @@ def _parts(part: Tree) -> Iterator[Tree]:
         simplest = specs.tree_of(SIMPLEST[specs.place_of(part)])
         if simplest["name"] != part["name"]:
             yield simplest
-    for name, inner in held.items():
+    for name, inner in inner_presses.items():
         for smaller in _parts(inner):
             yield {**part, name: smaller}
     for name in part:
@@ -82,7 +82,7 @@ SIMPLEST = {
     "codec": "kivi:group_size=4,residual_length=4",
     "selector": "quest:budget=12,page_size=4,skip_layers=0",
 }
-"""What is tried in the place of a method."""
+"""Replacement for a method, by its place."""
 DROPPED = (
     "normalize", "use_covariance", "use_vnorm", "kernel_size", "n_sink", "statistic", "reduce", "heads", "sinks", "backbone",
     "target_ratio", "alpha_safeguard", "kvzip_plus_normalization", "layerwise", "low_bits", "recent_ratio", "n_recent",

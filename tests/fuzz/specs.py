@@ -3,7 +3,7 @@
 
 A press is a tree, the plain data of `kvpress.press_to_dict`: its name, and what differs from the defaults. The registry says
 which place a method takes: by its role, and by whether its class holds another press. Settings are chosen by the name of a
-field, so a new method with known fields is drawn from the day it is registered.
+field, so a new method whose fields are listed here is drawn as soon as it is registered.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "curve": ("{curve}",),
     "gates": ("{gates}",),
 }
-"""What fields are drawn from, by name. Choices (`Literal`) and switches (`bool`) vary by themselves; others stay as set."""
+"""Values of fields by name. Choices (`Literal`) and switches (`bool`) need none; other fields keep their default."""
 OF_METHOD: dict[tuple[str, str], tuple[Any, ...]] = {
     ("cq", "bits"): (4,),
     ("cq", "coupled"): (2,),
@@ -169,7 +169,7 @@ OF_METHOD: dict[tuple[str, str], tuple[Any, ...]] = {
     ("duo_attention", "on_the_fly_scoring"): (True,),
     ("protect", "tokens"): ("0:2", "1:3 4:5"),
 }
-"""The same where one name means different things, or a method alone needs something."""
+"""Values of a field of one method, where the name means something else there or needs other values."""
 EVERYTHING = 4096
 """A budget, a target or a residual that no conversation here exceeds."""
 KEEP_ALL: dict[str, Any] = {
@@ -189,16 +189,18 @@ KEEP_ALL: dict[str, Any] = {
     "residual_length": EVERYTHING,
     "p": 1.0,
 }
-"""Settings, by field, with which a press keeps every pair as it is."""
+"""Settings, by field, with which a press keeps every pair unchanged."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A registered press: the place it takes in a spec, and its fields with the values that each may have."""
+    """A registered press."""
 
     name: str
     place: Literal["scorer", "wrapper", "codec", "selector", "structure"]
+    """Place that it takes in a spec."""
     choices: dict[str, tuple[Any, ...]]
+    """Values of each field that is drawn."""
     holds: str = ""
     """The field that holds the press inside."""
 
@@ -213,8 +215,8 @@ def _place(entry: Any, holds: str) -> Any:
 
 @cache
 def methods() -> dict[str, Method]:
-    """Every registered press by name; what tests register themselves is left out."""
-    found = {}
+    """Return every registered press by name; presses registered by tests are left out."""
+    entries_by_name = {}
     for entry in kvpress.list_presses():
         if not entry.press.__module__.startswith("kvpress.") or any(item.suite == "fuzz" for item in entry.exempt):
             continue
@@ -222,8 +224,8 @@ def methods() -> dict[str, Method]:
         holds = next((f.name for f in fields if "Press" in str(f.type) and "list" not in str(f.type)), "")
         choices = {field.name: OF_METHOD.get((entry.name, field.name), _values(field)) for field in fields}
         choices = {name: values for name, values in choices.items() if values}
-        found[entry.name] = Method(entry.name, _place(entry, holds), choices, holds)
-    return found
+        entries_by_name[entry.name] = Method(entry.name, _place(entry, holds), choices, holds)
+    return entries_by_name
 
 
 def _values(field: dataclasses.Field[Any]) -> tuple[Any, ...]:
@@ -246,7 +248,7 @@ def intervals() -> list[str]:
 
 
 def schedules() -> list[str]:
-    """When a press evicts, and how it is told how much."""
+    """Return the names of schedules: when a press evicts, and from which settings it gets its budget."""
     return ["ratio", "budget", "after another", "bounded", *intervals(), "prefill_decoding"]
 
 
@@ -254,7 +256,7 @@ def schedules() -> list[str]:
 
 
 def resolved(spec: str, family: str) -> str:
-    """Put the files of a family in the place of the names in braces."""
+    """Replace the names in braces by files of a family."""
     return re.sub(r"\{(\w+)\}", lambda match: path_of(match[1], family), spec)
 
 
@@ -286,7 +288,7 @@ def composed(parts: list[Tree]) -> Tree:
 
 
 def inside(tree: Tree) -> Iterator[Tree]:
-    """Every press of a tree, itself first."""
+    """Yield every press of a tree, itself first."""
     yield tree
     for value in tree.values():
         for part in value if isinstance(value, list) else [value]:
@@ -300,56 +302,56 @@ def place_of(tree: Tree) -> str:
 
 
 def fields_of(tree: Tree) -> set[str]:
-    """Names of the settings that a press has."""
+    """Return the names of the settings of a press."""
     return {field.name for field in dataclasses.fields(find(tree["name"]).press) if field.init}
 
 
 def setting(tree: Tree, field: str) -> Any:
-    """Return a setting of a press, its default where the tree does not say."""
+    """Return a setting of a press, its default where the tree does not have it."""
     item = next((f for f in dataclasses.fields(find(tree["name"]).press) if f.name == field), None)
     return tree.get(field, None if item is None else item.default)
 
 
 def changed(tree: Tree, settings: dict[str, Any], place: str | None = None) -> Tree:
-    """Set fields wherever in a tree a class has them; with `place` only in presses that take it."""
+    """Set fields in every press of a tree that has them; with `place` only in presses that take it."""
 
     def value(item: Any) -> Any:
         if isinstance(item, list):
             return [value(part) for part in item]
         return changed(item, settings, place) if isinstance(item, dict) else item
 
-    found = {name: value(item) for name, item in tree.items()}
+    fields_by_name = {name: value(item) for name, item in tree.items()}
     if place in (None, place_of(tree)):
         fields = fields_of(tree)
         if "compression_ratio" in fields and "budget" not in tree:
-            fields -= {"budget"}  # a press takes one of them
+            fields -= {"budget"}  # a press has only one of them
         for name in fields & set(settings):
             if name == "compression_ratios":
-                found[name] = [settings[name]] * len(tree[name])
+                fields_by_name[name] = [settings[name]] * len(tree[name])
             else:
-                found[name] = settings[name]
-    return found
+                fields_by_name[name] = settings[name]
+    return fields_by_name
 
 
 def keeps_all(tree: Tree) -> Tree:
-    """The same spec with every ratio at 0, every budget and target beyond reach, and nothing old enough to be encoded."""
+    """Return the spec with every ratio at 0, every budget and target beyond reach, and nothing old enough to be encoded."""
     tree = composed([{field: _judged(value) for field, value in part.items()} for part in parts_of(tree)])
     evicting = [part for part in inside(tree) if methods()[part["name"]].place != "selector"]
-    told = any("budget" in part for part in evicting)  # a threshold is given instead of a ratio or budget
-    return changed(tree, {name: value for name, value in KEEP_ALL.items() if not (told and name == "threshold")})
+    has_budget = any("budget" in part for part in evicting)  # a threshold excludes a budget
+    return changed(tree, {name: value for name, value in KEEP_ALL.items() if not (has_budget and name == "threshold")})
 
 
-def _judged(held: Any) -> Any:
-    """What a press holds; of one with a threshold, which no other may hold, what it judges."""
-    if not isinstance(held, dict):
-        return held
-    return _judged(held["press"]) if held["name"] == "dms" else {name: _judged(value) for name, value in held.items()}
+def _judged(item: Any) -> Any:
+    """Return a tree without the `dms` wrapper, which must be outermost and needs a threshold."""
+    if not isinstance(item, dict):
+        return item
+    return _judged(item["press"]) if item["name"] == "dms" else {name: _judged(value) for name, value in item.items()}
 
 
 def selects_all(tree: Tree) -> Tree:
-    """The same spec, with a selector that may read everything.
+    """Return the spec with a selector that may read everything.
 
-    What corrects tokens reads them again, beside fewer pairs if some were evicted since: nothing is corrected there.
+    A selector that corrects tokens reads them again, with fewer pairs if some were evicted since: correction is off there.
     """
     evictions = kvpress.press_from_dict(tree).recipe().evictions
     settings = {"correction": 0} if any(step.acts_in("decode") for step in evictions) else {}
@@ -357,7 +359,7 @@ def selects_all(tree: Tree) -> Tree:
 
 
 def without(tree: Tree, place: str) -> Tree:
-    """The same spec without its codec or its selector; `none` if nothing is left."""
+    """Return the spec without its codec or its selector; `none` if nothing is left."""
     return composed([part for part in parts_of(tree) if place_of(part) != place] or [{"name": "none"}])
 
 
@@ -365,25 +367,25 @@ def without(tree: Tree, place: str) -> Tree:
 
 
 def seeded(seed: int) -> random.Random:
-    """What everything is drawn from."""
+    """Return the random generator of all draws."""
     return random.Random(seed)  # noqa: S311 - nothing is secret here
 
 
 def settings_for(name: str, rng: random.Random, inner: bool = False) -> Tree:
-    """Draw settings of one method; `inner` presses, whose ratio others give, keep their own at 0."""
+    """Draw settings of one method; `inner` presses, whose ratio comes from a wrapper, keep their own at 0."""
     method = methods()[name]
-    drawn: Tree = {}
+    settings: Tree = {}
     for field, values in method.choices.items():
         value = rng.choice(values)
         if value is not None and not (inner and field in ("compression_ratio", "compression_ratios")):
-            drawn[field] = value
-    if "bytes" in drawn:
-        drawn.pop("smaller")
-    if drawn.get("normalize") != "decay":
-        drawn.pop("decay", None)
-    elif "decay" not in drawn:
-        drawn["decay"] = 0.9
-    return {"name": name, **drawn}
+            settings[field] = value
+    if "bytes" in settings:
+        settings.pop("smaller")
+    if settings.get("normalize") != "decay":
+        settings.pop("decay", None)
+    elif "decay" not in settings:
+        settings["decay"] = 0.9
+    return {"name": name, **settings}
 
 
 def evicting(scorer: str, wrapper: str | None, outer: str | None, schedule: str, rng: random.Random) -> list[Tree]:
@@ -414,35 +416,35 @@ def evicting(scorer: str, wrapper: str | None, outer: str | None, schedule: str,
 
 
 BEFORE = ("knorm", "snapkv", "expected_attention", "tova")
-"""What evicts first, where two presses do."""
+"""First press, where two presses evict one after the other."""
 
 
 @cache
 def rewrites(name: str) -> bool:
-    """Whether a method, by itself, puts something in the place of the pairs that it keeps."""
+    """Return whether a method, by itself, replaces the pairs that it keeps."""
     entry = find(name)
     return any(step.rewrite is not None for step in kvpress.get_press(entry.example).recipe().evictions)
 
 
 @cache
 def encodes(name: str) -> bool:
-    """Whether a method that evicts also says how pairs are stored."""
+    """Return whether a method that evicts also sets the storage of pairs."""
     return place_of({"name": name}) != "codec" and kvpress.get_press(find(name).example).recipe().codec is not None
 
 
 def is_spec(trees: list[Tree]) -> bool:
-    """Whether the presses can be composed; what is refused, and in which words, is tested elsewhere."""
+    """Return whether the presses can be composed; refusals and their messages are tested elsewhere."""
     try:
         recipe = kvpress.press_from_dict(resolved_tree(composed(trees))).recipe()
     except (TypeError, ValueError):
         return False
-    # Pairs can be neither turned nor merged into once they are sealed: refused in the second turn.
+    # Sealed pairs can be neither rotated nor merged into: refused in the second turn.
     sealed = recipe.codec is not None or recipe.selector is not None
     return not (sealed and any(step.rewrite is not None for step in recipe.evictions))
 
 
 def resolved_tree(tree: Tree, family: str = "llama") -> Tree:
-    """Put the files of a family in the place of the names in braces."""
+    """Replace the names in braces by files of a family."""
 
     def value(item: Any) -> Any:
         if isinstance(item, dict):

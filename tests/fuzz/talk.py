@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations in which nothing is left to chance: every generated token is written in a script, and logits are recorded."""
+"""Deterministic conversations: every generated token comes from a script, and logits are recorded."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tests.fuzz.specs import Tree
 from tests.models import VOCAB, grow, tokens
 
 STEPS = 7
-"""Tokens that are generated in the first turn; one fewer is read."""
+"""Number of generated tokens in the first turn; all but the last are read."""
 SHORT, LONG = ((5, 5), (1, 4)), ((37, 5), (12, 4))
-"""Of later turns: tokens of the question, and generated ones."""
+"""Lengths of the question and of the answer in later turns."""
 LATER = {"1": (), "2": SHORT[:1], "3": SHORT, "long": LONG, "reading": SHORT[:1]}
 """Later turns of a case."""
 
@@ -32,7 +32,7 @@ def random_scores(seed: int, steps: int, count: int, vocabulary: int = VOCAB) ->
 
 
 class Script(LogitsProcessor):
-    """Records what the model says, and answers with `scores [steps, rows, vocab]` instead, which make beams cross."""
+    """Records the model's logits and returns `scores [steps, rows, vocab]` instead, which make beams cross."""
 
     def __init__(self, scores: Tensor) -> None:
         self.scores = scores
@@ -46,23 +46,31 @@ class Script(LogitsProcessor):
 
 @dataclass
 class Turn:
-    """What one turn added: logits `[steps, rows, vocab]`, and then what the cache held; with how many tokens it began."""
+    """Record of one turn."""
 
     logits: Tensor
+    """Logits `[steps, rows, vocab]`."""
     positions: list[list[list[Tensor]]]
+    """Slots of the cache's pairs after the turn, by layer, row and head."""
     new: int
+    """New tokens that the turn read before it generated."""
     steps: int
+    """Generated tokens."""
     evicts: bool
+    """Whether the press acted on the prompt."""
 
 
 @dataclass
 class Talk:
-    """A conversation under way: `rows` of the case's batch, a press or none."""
+    """A conversation in progress."""
 
     case: Case
     press: Any
+    """A press or None."""
     rows: tuple[int, ...]
+    """Rows of the case's batch."""
     chunk: int
+    """Length of a chunk of the prompt, 0 for one pass."""
     cache: Any = None
     sequence: Tensor | None = None
     mask: Tensor | None = None
@@ -74,13 +82,13 @@ class Talk:
 
     @property
     def plan(self) -> list[tuple[int, int, bool]]:
-        """Tokens of the user, tokens that are generated, and whether the press acts after a prompt, of every turn."""
+        """Return for every turn the tokens of the user, the generated tokens, and whether the press acts after the prompt."""
         lengths = ROWS[self.case.rows]
         first = (max(lengths[row] for row in self.rows), STEPS, True)
         return [first, *((*turn, self.case.turns != "reading") for turn in LATER[self.case.turns])]
 
     def prompt(self) -> tuple[Tensor, Tensor | None]:
-        """The first prompt and its mask; without padding there is none."""
+        """Return the first prompt and its mask, which is None without padding."""
         lengths = [ROWS[self.case.rows][row] for row in self.rows]
         longest = max(lengths)
         ids = torch.zeros(len(lengths), longest, dtype=torch.long)
@@ -91,7 +99,7 @@ class Talk:
         return ids, None if bool(mask.all()) else mask
 
     def turn(self) -> Turn:
-        """Take the next turn of the plan."""
+        """Run the next turn of the plan."""
         number = len(self.turns)
         question, steps, evicts = self.plan[number]
         beams = self.case.beams if number == len(self.plan) - 1 else 1
@@ -99,8 +107,8 @@ class Talk:
             self.sequence, self.mask = self.prompt()
             self.cache = DynamicCache(config=self.model.config)
         else:
-            asked = [tokens(1, question, 1000 * self.case.seed + 10 * number + row) for row in self.rows]
-            self.sequence = torch.cat([self.sequence, torch.cat(asked)], dim=1)
+            question_ids = [tokens(1, question, 1000 * self.case.seed + 10 * number + row) for row in self.rows]
+            self.sequence = torch.cat([self.sequence, torch.cat(question_ids)], dim=1)
             self.mask = grow(self.mask, self.sequence.shape[1] - self.mask.shape[1]) if self.mask is not None else None
         seen = self.cache.get_seq_length() if number else 0
         if seen and beams > 1:
@@ -122,8 +130,8 @@ class Talk:
                 prefill_chunk_size=self.chunk or None,
                 logits_processor=[script],
             )
-        held = [] if self.press is None else kvpress.kept_positions(self.cache)
-        self.turns.append(Turn(torch.stack(script.heard), held, new, steps, evicts))
+        positions = [] if self.press is None else kvpress.kept_positions(self.cache)
+        self.turns.append(Turn(torch.stack(script.heard), positions, new, steps, evicts))
         return self.turns[-1]
 
     def block(self, evicts: bool) -> AbstractContextManager[Any]:
@@ -132,7 +140,7 @@ class Talk:
         return self.press(self.model) if evicts else kvpress.reading(self.model, self.press)
 
     def copy(self) -> Talk:
-        """A conversation that goes on from here with a copy of the cache."""
+        """Return a conversation that continues from here with a copy of the cache."""
         twin = copy.copy(self)
         twin.cache, twin.turns = copy.deepcopy(self.cache), list(self.turns)
         return twin
@@ -141,16 +149,16 @@ class Talk:
 def talk(
     case: Case, tree: Tree | None, rows: tuple[int, ...] = (), chunk: int | None = None, noise: int | None = None
 ) -> Talk:
-    """Hold the conversation of a case: under the press of a tree or none, with some of its rows, with noise on its input."""
-    found = begin(case, tree, rows, chunk)
+    """Run the conversation of a case: with the press of a tree or none, with some of its rows, with noise on its input."""
+    conversation = begin(case, tree, rows, chunk)
     with noisy(case, noise):
-        while len(found.turns) < len(found.plan):
-            found.turn()
-    return found
+        while len(conversation.turns) < len(conversation.plan):
+            conversation.turn()
+    return conversation
 
 
 def begin(case: Case, tree: Tree | None, rows: tuple[int, ...] = (), chunk: int | None = None) -> Talk:
-    """A conversation before its first turn."""
+    """Return a conversation before its first turn."""
     torch.manual_seed(case.seed)
     press = None if tree is None else kvpress.press_from_dict(tree)
     every = tuple(range(len(ROWS[case.rows])))
@@ -159,9 +167,9 @@ def begin(case: Case, tree: Tree | None, rows: tuple[int, ...] = (), chunk: int 
 
 @contextmanager
 def noisy(case: Case, seed: int | None) -> Iterator[None]:
-    """Change every embedded token by as much as rounding changes the stream that goes through the layers.
+    """Add noise to every embedded token, as large as the rounding errors of the residual stream.
 
-    Two sums per layer are rounded to the dtype, by up to half a unit in the last place each; here all of it comes at once.
+    Two sums per layer are rounded to the dtype, by up to half a unit in the last place each; here the sum is added at once.
     """
     if seed is None:
         yield

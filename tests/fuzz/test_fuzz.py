@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every case of CI, and that they reach every method."""
+"""All cases of CI, and a check that they contain every method."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from tests.fuzz.talk import talk
 
 @pytest.mark.parametrize("number", range(COUNT))
 def test_everything_holds(number: int) -> None:
-    """What fails here is printed with the command that repeats it; that command makes the case smaller, too."""
+    """Run a case of CI. The message of a failure has the command that repeats the case and makes it smaller."""
     case = ci_cases()[number]
     if faults := run(case):
         pytest.fail("\n".join(report(case, fault) for fault in faults), pytrace=False)
 
 
 def test_every_method_is_drawn() -> None:
-    """A method that is missing here needs values for its settings in `tests/fuzz/specs.py`."""
-    drawn = set().union(*map(reaches, ci_cases()))
-    assert set(specs.methods()) - drawn <= {"none"}
+    """Fail for a method without values for its settings in `tests/fuzz/specs.py`."""
+    names = set().union(*map(reaches, ci_cases()))
+    assert set(specs.methods()) - names <= {"none"}
 
 
 ALONE = {
@@ -45,11 +45,11 @@ ALONE = {
 
 
 def settings_of(name: str) -> str:
-    """A spec in which one method works by itself."""
+    """Return a spec in which one method works by itself."""
     method = specs.methods()[name]
     tree: dict[str, Any] = {"name": name, **{field: values[0] for field, values in method.choices.items()}}
     if method.holds:
-        # Scores of snapkv fall with the distance, so that choosing by chunk, head or value makes a difference.
+        # snapkv's scores fall with the distance, so that choosing by chunk, head or value makes a difference.
         tree[method.holds] = {"name": "snapkv", "window_size": 4}
         if method.holds == "press":
             tree[method.holds]["compression_ratio"] = 0.5
@@ -59,18 +59,20 @@ def settings_of(name: str) -> str:
 
 @pytest.mark.parametrize("name", [name for name in specs.methods() if name != "none"])
 def test_every_method_acts_on_these_prompts(name: str) -> None:
-    """Settings that are too large for short prompts would let every property hold."""
+    """Check that settings suit short prompts: with too large ones every property would hold."""
     case = Case(ALONE[name] if name in ALONE else settings_of(name), rows="one", turns="2")
-    found, stock = (talk(case, tree) for tree in (specs.tree_of(case.spec), None))
-    assert not all(torch.allclose(a.logits, b.logits, atol=1e-3) for a, b in zip(found.turns, stock.turns, strict=True))
+    pressed, stock = (talk(case, tree) for tree in (specs.tree_of(case.spec), None))
+    assert not all(
+        torch.allclose(a.logits, b.logits, atol=1e-3) for a, b in zip(pressed.turns, stock.turns, strict=True)
+    )
 
 
 def test_few_cases_are_refused() -> None:
-    """What a press refuses before any work proves nothing."""
+    """Check that few presses refuse their case before any work, as such a case tests nothing."""
     words = []
     for case in ci_cases():
-        with contextlib.suppress(RuntimeError):  # of the case itself
-            words += [f"{case}: {said}" for said in [refused(case)] if said]
+        with contextlib.suppress(RuntimeError):  # raised by the case itself
+            words += [f"{case}: {message}" for message in [refused(case)] if message]
     assert len(words) <= COUNT // 20, "\n".join(words)
 
 
@@ -78,9 +80,9 @@ def test_values_of_every_dimension_meet() -> None:
     named: dict[str, list[Any]] = {"family": list(FAMILIES), "dtype": list(DTYPES)}
     named |= {name: dimensions()[name] for name in ("rows", "chunk", "turns", "beams", "check")}
     impossible = {("rows", "one", "check", "alone"), ("chunk", 0, "check", "chunks"), ("turns", "1", "check", "copy")}
-    for (one, ones), (two, twos) in itertools.combinations(named.items(), 2):
-        met = {(getattr(case, one), getattr(case, two)) for case in ci_cases()}
-        missing = {(one, a, two, b) for a, b in set(itertools.product(ones, twos)) - met}
+    for (first, ones), (second, twos) in itertools.combinations(named.items(), 2):
+        met = {(getattr(case, first), getattr(case, second)) for case in ci_cases()}
+        missing = {(first, a, second, b) for a, b in set(itertools.product(ones, twos)) - met}
         assert missing <= impossible
 
 
@@ -92,12 +94,12 @@ def test_a_case_is_read_back_and_drawn_again() -> None:
 
 
 def test_a_fault_is_found_named_and_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys of a row are scored together with its neighbours', as a careless scorer would."""
+    """Score the keys of a row with the values of its neighbour, as a careless scorer would; the fault must be found."""
     scores = kvpress.KnormPress.scores
 
     def careless(self: Any, view: Any) -> torch.Tensor:
-        found = scores(self, view)
-        return found if len(found) == 1 else found.roll(1, dims=2)
+        rows = scores(self, view)
+        return rows if len(rows) == 1 else rows.roll(1, dims=2)
 
     case = Case("adakv(knorm:0.5)", "qwen3", rows="even", turns="2", check="alone")
     assert run(case) == []

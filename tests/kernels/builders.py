@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random problems for the decode operators, and a packer for the layout that they read."""
+"""Random problems for the decode operators, and a packer for their layout."""
 
 from __future__ import annotations
 
@@ -14,45 +14,49 @@ from kvpress.kernels import pack as pack_codes
 
 @dataclass
 class Streams:
-    """Queries [N, M, D] and where each of the N streams lies in the flat storage."""
+    """Queries of N streams, and the place of each stream in the flat storage."""
 
     q: Tensor
+    """[N, M, D]."""
     starts: Tensor
+    """First row of each stream, [N]."""
     lengths: Tensor
+    """Rows of each stream, [N]."""
     rows: int
+    """Rows of the storage."""
 
     @property
     def where(self) -> Ranges:
-        """All rows of every stream."""
+        """Return all rows of every stream."""
         return Ranges(self.starts, self.lengths)
 
     def listed(self) -> Listed:
-        """The same rows, as a list."""
+        """Return the same rows as a list."""
         numbers = self.where.numbers()
         width = max(map(len, numbers))
         padded = [torch.cat([rows, rows.new_zeros(width - len(rows))]) for rows in numbers]
         return Listed(torch.stack(padded), self.lengths)
 
     def unused(self) -> Tensor:
-        """Which stored rows belong to no stream, bool [rows]."""
+        """Return a mask of the stored rows that belong to no stream, bool [rows]."""
         unused = torch.ones(self.rows, dtype=torch.bool)
         unused[torch.cat(self.where.numbers())] = False
         return unused
 
 
 def dense(keys: Tensor, values: Tensor, log_weight: Tensor | None = None) -> Rows:
-    """Dense rows."""
+    """Return dense rows."""
     return Rows(Dense(keys), Dense(values), log_weight)
 
 
 def decoded(rows: Rows) -> Rows:
-    """The same pairs as dense rows in float32."""
+    """Return the same pairs as dense rows in float32."""
     every = torch.arange(rows.count)
     return dense(rows.keys.read(every), rows.values.read(every), rows.log_weight)
 
 
 def streams(lengths: list[int], queries: int, dim: int, dtype: torch.dtype = torch.float32, gap: int = 3) -> Streams:
-    """Streams of the given lengths, with unused rows before each of them."""
+    """Return streams of the given lengths, with unused rows before each of them."""
     length = torch.tensor(lengths)
     starts = (length + gap).cumsum(0) - length
     q = torch.randn(len(lengths), queries, dim).to(dtype)
@@ -60,7 +64,7 @@ def streams(lengths: list[int], queries: int, dim: int, dtype: torch.dtype = tor
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes uint8 [R, D], one per channel, to uint8 [R, D * bits / 8]."""
+    """Pack codes uint8 [R, D], one per channel, into uint8 [R, D * bits / 8]."""
     if bits == 3:
         return torch.cat([pack(codes & 3, 2), pack(codes >> 2, 1)], dim=-1)
     packed = torch.zeros_like(codes[:, : codes.shape[1] * bits // 8])
@@ -70,7 +74,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def quantise(x: Tensor, bits: int, group: tuple[int, int], dtype: torch.dtype = torch.float16) -> tuple[Packed, Tensor]:
-    """Round to nearest with the range of each group; returns the packed rows and their exact float32 values."""
+    """Round to nearest with the range of each group; return the packed rows and their exact float32 values."""
     rows, channels = x.shape
     group_rows, group_channels = group
     padding = -rows % group_rows
@@ -88,7 +92,7 @@ def quantise(x: Tensor, bits: int, group: tuple[int, int], dtype: torch.dtype = 
 def quantise_centred(
     x: Tensor, bits: int, width: int | None = None, dtype: torch.dtype = torch.float16
 ) -> tuple[Packed, Tensor]:
-    """Round to even steps around zero with one step for `width` channels of a row; else as `quantise`."""
+    """Round to even steps around zero, with one step for `width` channels of a row; else like `quantise`."""
     blocks, middle = x.unflatten(1, (-1, width or x.shape[1])), (2**bits - 1) / 2
     scale = (blocks.abs().amax(2, keepdim=True) / middle).to(dtype)
     codes = (blocks / scale.float().clamp_min(1e-8) + middle).round().clamp(0, 2 * middle)
@@ -100,7 +104,7 @@ def quantise_centred(
 def correction(
     rows: int, dim: int, rank: int, density: float, chunk_rows: int = 37, dtype: torch.dtype = torch.float16
 ) -> tuple[Correction, Tensor]:
-    """Random terms of rank `rank` (0: none) and outliers (density 0: none); returns them and their exact float32 sum."""
+    """Return random terms of rank `rank` (0: none) and outliers (density 0: none), and their exact float32 sum."""
     factor, basis, chunk, first, channel, delta = [None] * 6
     exact = torch.zeros(rows, dim)
     if rank:
@@ -127,7 +131,7 @@ def coded(
     dtype: torch.dtype = torch.float16,
     shared: bool = False,
 ) -> Coded:
-    """Random codes of ``2 ** bits`` entries unless told otherwise; with `shared`, all groups read one book."""
+    """Return random codes and codebooks of ``2 ** bits`` entries by default; with `shared`, all groups read one codebook."""
     entries = entries or 2**bits
     codes = torch.randint(0, entries, (rows, dim // coupled))
     book = torch.randn(books, 1 if shared else dim // coupled, entries, coupled).to(dtype)
@@ -135,31 +139,31 @@ def coded(
 
 
 def frequencies(rotated: int) -> Tensor:
-    """Angles per position of the pairs among so many channels."""
+    """Return the angles per position of the pairs among `rotated` channels."""
     return 100.0 ** -torch.linspace(0, 1, rotated // 2, dtype=torch.float64)
 
 
 def angle_tables(rotated: int, length: int, factor: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Coarse and fine angles of the positions before `length`; cosines and sines as long as `factor`."""
+    """Return coarse and fine angles of the positions before `length`; cosines and sines have the norm `factor`."""
     coarse, fine = (at[:, None] * frequencies(rotated) for at in (torch.arange(0, length, STEP), torch.arange(STEP)))
     coarse, fine = (torch.stack([f * x.cos(), f * x.sin()], 1).float() for x, f in ((coarse, factor), (fine, 1.0)))
     return coarse, fine
 
 
 def rotary(s: Streams, rotated: int, length: int = 300, factor: float = 1.0) -> Rotary:
-    """Rows at neighbouring positions first, across blocks, then at scattered ones; streams are shifted."""
+    """Return angles of rows at neighbouring positions first, across blocks, then at scattered ones; streams are shifted."""
     run = torch.arange(min(s.rows, length - 9))
     at = torch.cat([run, torch.randint(0, length - 9, (s.rows - len(run),))])
     return Rotary(*angle_tables(rotated, length, factor), torch.randint(0, 10, (len(s.lengths),)), at.int())
 
 
 def relative_error(ours: Tensor, reference: Tensor) -> float:
-    """Largest difference as a fraction of the largest reference value."""
+    """Return the largest difference as a fraction of the largest reference value."""
     return float((ours - reference).abs().max() / reference.abs().max().clamp_min(1e-30))
 
 
 def assert_same_lse(ours: Tensor, reference: Tensor, tolerance: float) -> None:
-    """Log-sum-exps agree to a fraction of the largest one, and minus infinity stands exactly where it should."""
+    """Check that log-sum-exps agree to a fraction of the largest one, with minus infinity in the same places."""
     assert torch.equal(ours.isneginf(), reference.isneginf())
     live = ~reference.isneginf()
     assert (

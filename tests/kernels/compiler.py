@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of the compiled kernels need from the machine, and the levels that it can run or emulate."""
+"""Skip marks for tests of the compiled kernels, and the levels that this machine can run or emulate."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ from tests.kernels import emulated
 needs_compiler = pytest.mark.skipif(not launch.available(torch.empty(0)), reason="no C++ compiler on this machine")
 NATIVE = build.supported_levels() if launch.level() else ()
 LEVELS = (*NATIVE, *emulated.SIMULATED, *(() if emulated.missing else (emulated.LEVEL,)))
-"""Instruction-set levels that kernels are tested at."""
+"""Instruction-set levels that are tested."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of levels that this machine lacks, where Debian's tools for that are installed.
+"""Kernels of levels that this machine lacks, run with Debian's emulators where they are installed.
 
-Those for ARM are cross-compiled and run by qemu, call by call. Those for AVX-512 run on any processor with AVX2: SIMDe computes
-what their intrinsics say, see `avx512/immintrin.h`; only the products that are written as assembly are other code there. To
-compile that takes minutes, so only `make simulate` asks for it.
+Kernels for ARM are cross-compiled, and qemu runs each call. Kernels for AVX-512 run on any processor with AVX2: SIMDe
+implements their intrinsics, see `avx512/immintrin.h`; only the products that are written in assembly have other code there.
+Compiling takes minutes, so only `make simulate` does it.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 SOURCES = ("decode", "coded", "mass", "prefill", "quantise", "scores", "select", "tile_mass")
 LEVEL = "neon_dot"
 AVX512 = {"avx512": 1, "avx512_vnni": 2, "avx512_bf16": 4}
-"""Levels that are run by SIMDe, and their number in the header; `avx512_vbmi` has nothing that the last one lacks."""
+"""Levels that SIMDe runs, and their number in the header; `avx512_vbmi` has no code that the last one lacks."""
 
 BROKEN: dict[Path, subprocess.SubprocessError] = {}
 """Programs that could not be built in this process."""
 
 missing = [tool for tool in (COMPILER, EMULATOR) if shutil.which(tool) is None]
-"""Tools that kernels for ARM would need; Debian has them as g++-aarch64-linux-gnu and qemu-user."""
+"""Missing tools for kernels for ARM; Debian has them as g++-aarch64-linux-gnu and qemu-user."""
 
 
 def simulated() -> tuple[str, ...]:
-    """Levels with AVX-512 that this processor lacks and SIMDe can stand in for, where they are asked for."""
+    """Return the levels with AVX-512 that this processor lacks and SIMDe runs, where `make simulate` enables them."""
     native = build.supported_levels() if launch.level() else ()
     able = "SIMULATE" in os.environ and "avx2" in native
     return tuple(level for level in AVX512 if able and level not in native)
@@ -72,7 +72,7 @@ def runner() -> Path:
 
 
 def built(command: Sequence[str], sources: Sequence[Path], headers: Sequence[Path]) -> Path:
-    """Return what a compiler makes of all kernels and some more sources, compiled if it was not yet."""
+    """Compile all kernels and some more sources into a program, unless that exists; return its path."""
     files = [*sources, *(libraries.SOURCES / f"{name}.cpp" for name in SOURCES)]
     key = hashlib.sha256(" ".join(command).encode())
     for file in [*files, *headers, *sorted(libraries.SOURCES.glob("*.h"))]:
@@ -80,23 +80,23 @@ def built(command: Sequence[str], sources: Sequence[Path], headers: Sequence[Pat
     program = env.cache_dirs()[0] / f"emulated-{key.hexdigest()[:20]}"
     program.parent.mkdir(parents=True, exist_ok=True)
     if program in BROKEN:
-        raise BROKEN[program]  # compiling takes minutes: every test that needs it fails, without another attempt
+        raise BROKEN[program]  # compiling takes minutes, so other tests do not try it again
     with FileLock(f"{program}.lock"):
         if program.exists():
             return program
         with tempfile.TemporaryDirectory(dir=program.parent) as scratch:
-            made = Path(scratch) / program.name
+            compiled = Path(scratch) / program.name
             try:
-                subprocess.run([*command, *map(str, files), "-o", str(made)], check=True, timeout=600)  # noqa: S603 - fixed flags
+                subprocess.run([*command, *map(str, files), "-o", str(compiled)], check=True, timeout=600)  # noqa: S603 - fixed flags
             except subprocess.SubprocessError as error:
                 BROKEN[program] = error
                 raise
-            made.replace(program)
+            compiled.replace(program)
     return program
 
 
 def run(source: str, entry: str, *fields: Any, stored: Rows | None = None, level: str | None = None) -> int:
-    """Stand in for `kvpress.kernels.cpu.launch.run`; calls of other levels go there."""
+    """Replace `kvpress.kernels.cpu.launch.run`, which is called for other levels."""
     if level != LEVEL and level not in SIMULATED:
         return RUN(source, entry, *fields, stored=stored, level=level)
     fields = (*fields, *(() if stored is None else stored.fields()))
@@ -122,12 +122,12 @@ def run(source: str, entry: str, *fields: Any, stored: Rows | None = None, level
         file.flush()
         subprocess.run([EMULATOR, str(runner()), entry, file.name], check=True, timeout=300)  # noqa: S603 - our program
         file.seek(0)
-        found = file.read()
-    behind = found[16 + 16 * len(fields) :]
+        output = file.read()
+    buffers = output[16 + 16 * len(fields) :]
     for at, storage in storages.values():
-        held = bytearray(behind[at : at + storage.nbytes()])
-        as_bytes(storage).copy_(torch.frombuffer(held, dtype=torch.uint8) if held else torch.tensor([]))
-    result: int = struct.unpack_from("q", found)[0]
+        data = bytearray(buffers[at : at + storage.nbytes()])
+        as_bytes(storage).copy_(torch.frombuffer(data, dtype=torch.uint8) if data else torch.tensor([]))
+    result: int = struct.unpack_from("q", output)[0]
     return result
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrows between the modules of the kernels point one way, wherever in a file an import stands."""
+"""Imports between the modules of the kernels go one way, also those inside functions."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ def modules() -> dict[str, Path]:
     return names
 
 
-def imports(path: Path, known: dict[str, Path]) -> set[str]:
-    """Modules that a file imports anywhere: in functions and for type checkers too."""
-    found = set()
+def imports(path: Path, paths: dict[str, Path]) -> set[str]:
+    """Return the modules that a file imports anywhere: also in functions and for type checkers."""
+    imported = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             assert node.module is not None
             names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {name if name in known else node.module for name in names}
-    return {name for name in found if name in known}
+            imported |= {name if name in paths else node.module for name in names}
+    return {name for name in imported if name in paths}
 
 
 def graph() -> dict[str, set[str]]:
-    known = modules()
-    return {name: imports(path, known) for name, path in known.items()}
+    paths = modules()
+    return {name: imports(path, paths) for name, path in paths.items()}
 
 
 def test_there_is_no_cycle() -> None:
-    assert len(list(TopologicalSorter(graph()).static_order())) == len(modules())  # raises CycleError
+    assert len(list(TopologicalSorter(graph()).static_order())) == len(modules())  # a cycle raises CycleError
 
 
 def test_no_module_imports_the_package_itself() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels compile for chips that are not here, and to no worse code than the committed table says."""
+"""The Triton kernels compile for chips that this machine lacks, and to no worse code than that of the committed table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SLACK = 1.05
-"""Another patch release of triton may move a register or a few instructions."""
+"""Tolerance, as another patch release of triton may move a register or a few instructions."""
 
 REPRESENTATIVE = [
     ("dense bf16 D128 M16", 80),
@@ -41,7 +41,7 @@ REPRESENTATIVE = [
     ("bounds bf16 D128 M16", 90),
     ("labels bf16 D16 M16", 80),
 ]
-"""Every kernel and every chip; the whole table is made by the command, which takes minutes."""
+"""Every kernel and every chip; the full table is made by the command, which takes minutes."""
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches on GPUs that are not here: within the limits of the chip, without a spill, and without a value that the host reads.
+"""Launches on GPUs that this machine lacks: within the limits of the chip, without a spill, and without a host read of a value.
 
 A sample: `make gpu-dry` launches everything on every chip. Tensors of `meta` have no memory and no values.
 """
@@ -20,7 +20,7 @@ from tests.fakegpu.operators import LARGE, OPERATORS, Shape, empty, queries, ran
 from tests.fakegpu.steps import PRESSES, decode_step
 
 FITTING = ("a million tokens", "32 rows of 128k", "128 heads")
-"""Sizes whose kernels are those of a small problem, which are compiled once."""
+"""Sizes that use the kernels of a small problem, which are compiled once."""
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -43,18 +43,18 @@ def test_attention_launches_on_older_and_newer_chips(name: str, chip: int) -> No
 
 
 def test_weights_of_a_large_batch_are_summed_up() -> None:
-    """16 prompts of 32k tokens, 8 heads, the newest 64 tokens as queries."""
+    """Sum the weights of 16 prompts of 32k tokens, 8 heads, the newest 64 tokens as queries."""
     with fake_gpu(90) as gpu:
         OPERATORS["mass"](Shape(batch=16, heads=8, tokens=2**15, queries=4 * 64))
     assert gpu.counts()["mass"] == 1
 
 
-def test_scores_are_of_the_width_that_is_given_and_need_no_value_for_it() -> None:
+def test_scores_have_the_width_of_the_capacity_without_a_host_read() -> None:
     small = Shape()
     labels = Dense(empty(small.rows, small.channels))
     with fake_gpu(90):
-        found = kernels.label_scores(queries(small), labels, ranges(small), capacity=300)
-        assert found.shape == (small.streams, 300)
+        scores = kernels.label_scores(queries(small), labels, ranges(small), capacity=300)
+        assert scores.shape == (small.streams, 300)
         with pytest.raises(RuntimeError, match="meta"):
             kernels.label_scores(queries(small), labels, ranges(small))
 

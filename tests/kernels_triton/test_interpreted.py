@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numerical tests of the Triton kernels, in a process of their own: triton decides at import whether it interprets."""
+"""Run the numerical tests of the Triton kernels in a process of their own: triton decides at import whether it interprets."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators on a GPU look at shapes only, so that a step can be captured in a CUDA graph: they read no values of tensors."""
+"""Operators on a GPU read shapes only and no values of tensors, so that a step can be captured in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ R, N, M, D = 4096, 8, 4, 64
 
 @pytest.fixture
 def grids(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
-    """Grids of all kernels that are launched; tensors made meanwhile have no values, and reading one raises."""
+    """Record the grids of all launches; tensors made meanwhile have no values, and reading one raises."""
     launched: list[tuple[Any, ...]] = []
 
     def launch_kernel(kernel: object, grid: tuple[Any, ...]) -> Callable[..., None]:
@@ -97,7 +97,7 @@ def coded() -> Rows:
 
 
 def flat() -> Rows:
-    """Rows of codes in one book, without options."""
+    """Return rows of codes in one codebook, without options."""
     side = Coded(torch.empty(R, D // 4, dtype=torch.uint8), torch.empty(1, D // 4, 256, 4), 8)
     return Rows(side, side)
 
@@ -131,7 +131,7 @@ def test_operators_do_not_read_tensors(name: str, grids: list[tuple[Any, ...]]) 
 
 
 MOST_X, MOST_Y = 2**31 - 1, 65535
-"""Programs that a CUDA grid has at most in its first dimension and in the two others."""
+"""Maximum programs of a CUDA grid in its first dimension and in the two others."""
 
 
 @pytest.mark.parametrize(("batch", "heads", "tokens"), [(1, 32, 131072), (16, 8, 32768), (64, 8, 16384)])
@@ -149,11 +149,11 @@ def test_grids_of_large_caches_fit(
         assert x <= MOST_X
         assert all(size <= MOST_Y for size in others)
     if bounded:
-        assert (tokens // 64, streams) in grids  # a program for each block of keys, none past the longest stream
+        assert (tokens // 64, streams) in grids  # a program for each tile of keys, none past the longest stream
 
 
 def launched(rows: Rows, streams: int, longest: int | None, grids: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Grids of one decode over streams of at most so many rows."""
+    """Return the grids of one decode over streams of at most `longest` rows."""
     where = Ranges(*torch.empty(2, streams, dtype=torch.int64), longest=longest)
     kernels.decode(torch.empty(streams, M, D, dtype=torch.bfloat16), rows, where, Options(0.1))
     return grids
@@ -181,9 +181,9 @@ RESIDENT = {
 @pytest.mark.parametrize("kind", RESIDENT)
 @pytest.mark.parametrize("streams", [2, 3])
 def test_all_splits_run_at_once(kind: str, streams: int, grids: list[tuple[Any, ...]]) -> None:
-    most, make = RESIDENT[kind]
+    limit, make = RESIDENT[kind]
     (_, splits, _), merged = launched(make(), streams, None, grids)
-    assert splits == most * WITHOUT_DEVICE // streams
+    assert splits == limit * WITHOUT_DEVICE // streams
     assert merged == (streams * M,)
 
 
@@ -200,7 +200,7 @@ def test_results_of_parts_are_merged_in_one_launch(grids: list[tuple[Any, ...]])
     assert grids == [(N, 1, 1)] * 3 + [(N * M,)]
 
 
-def test_scores_are_of_the_width_that_is_given_and_need_no_value_for_it(grids: list[tuple[Any, ...]]) -> None:
+def test_scores_have_the_width_of_the_capacity_without_a_host_read(grids: list[tuple[Any, ...]]) -> None:
     assert kernels.label_scores(queries(), Dense(data()), ranges(), capacity=300).shape == (N, 300)
     with pytest.raises(DataDependentOutputException):
         kernels.label_scores(queries(), Dense(data()), ranges())

@@ -79,7 +79,7 @@ def test_the_same_pairs_stay_as_under_a_press_for_prompts_and_one_for_answers() 
 
 def test_bytes_do_not_grow_over_a_hundred_turns() -> None:
     specs = ("none", "protect(conversation(knorm):budget=24,interval=4):tokens=0:3")
-    full, bounded = (conversation.talk(tiny_model("llama"), spec, 100, said=(4, 8), answer=2) for spec in specs)
+    full, bounded = (conversation.talk(tiny_model("llama"), spec, 100, turn_tokens=(4, 8), answer=2) for spec in specs)
     assert full[-1]["held"] > 20 * bounded[-1]["held"]
     assert conversation.growth(bounded) <= 1.0
     assert conversation.growth(full) > 1.8

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotations and channel scales in every format, and operands that belong to a stream but are read by several."""
+"""Rotations and channel scales in every format, and operands that belong to one stream and are read by several."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ FORMATS: dict[str, Callable[[Streams], Rows]] = {
 
 
 def exact(s: Streams, rows: Rows, stream: list[int], scales: bool, rotations: bool) -> tuple[Rows, Rows]:
-    """Rows stored in other bases, and what they stand for, dense; each row lies in at most one stream."""
+    """Return rows stored in other bases, and their values as dense rows; each row lies in at most one stream."""
     bases, vectors = {}, {}
     for name, side in (("key", rows.keys), ("value", rows.values)):
         dim = side.channels
@@ -87,7 +87,7 @@ def test_bases_are_undone(
 def test_query_tokens_are_streams_of_their_own(
     name: str, listed: bool, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three new tokens ask with lists of their own, and use the books, scales and shifts of the stream that they belong to."""
+    """Three new tokens have lists of their own, and read the codebooks, scales and shifts of the stream that they belong to."""
     monkeypatch.setenv("KVPRESS_CPU_KERNELS", kernels)
     s = streams([90, 1, 200, 40], 4, 64)
     rows, vectors = exact(s, FORMATS[name](s), [0, 1, 2, 3], scales=True, rotations=True)
@@ -105,7 +105,7 @@ def test_query_tokens_are_streams_of_their_own(
 
 
 def test_a_turbo_quantised_vector_is_its_scale_times_the_rotated_centroids() -> None:
-    """One scalar book for all channels, a norm per row, and a rotation: what is read is what the method stores."""
+    """One scalar codebook for all channels, a norm per row, and a rotation: the kernel reads the stored vector."""
     s = streams([70], 4, 64)
     rotation, book = torch.linalg.qr(torch.randn(64, 64)).Q, torch.linspace(-3, 3, 16).view(1, 1, 16, 1)
     vectors, sides = [], []
@@ -141,9 +141,9 @@ def pack(codes: Tensor) -> Tensor:
     ],
 )
 def test_bad_bases_are_named(basis: dict[str, Basis], message: str) -> None:
-    rows, one = torch.zeros(40, 16), torch.ones(1, dtype=torch.int64)
+    rows, ones = torch.zeros(40, 16), torch.ones(1, dtype=torch.int64)
     with pytest.raises(ValueError, match=message):
-        decode(torch.zeros(1, 2, 16), replace(dense(rows, rows), **basis), Ranges(one, one), Options(1.0))
+        decode(torch.zeros(1, 2, 16), replace(dense(rows, rows), **basis), Ranges(ones, ones), Options(1.0))
 
 
 @pytest.mark.parametrize("listed", [False, True])

@@ -43,16 +43,16 @@ from tests.pairwise import every_pair
 
 LENGTHS = [0, 1, 17, 63, 129, 300]
 EXACT = ("baseline", emulated.LEVEL)
-"""Levels that have no kernel for levels as whole numbers."""
+"""Levels without a kernel for integer codebook levels."""
 
 
 def rotated(keys: Coded, values: Coded, rotary: Rotary | None, log_weight: Tensor | None = None) -> Rows:
     return Rows(replace(keys, rotary=rotary), values, log_weight)
 
 
-def assert_close(ours: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor], limit: float = 1e-5) -> None:
-    assert relative_error(ours[0], wanted[0]) < limit
-    assert_same_lse(ours[1], wanted[1], limit)
+def assert_close(ours: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], limit: float = 1e-5) -> None:
+    assert relative_error(ours[0], expected[0]) < limit
+    assert_same_lse(ours[1], expected[1], limit)
 
 
 @every_pair(
@@ -83,8 +83,8 @@ def test_outliers_are_added_and_rotated_with_their_keys(longest: int, turned: in
     scale = torch.rand(s.rows) + 0.5
     keys, values = replace(keys, correction=terms), replace(values, correction=value_terms, row_scale=scale)
     for where in (s.where, s.listed()):
-        found = cpu.decode(s.q, rotated(keys, values, rotation), where, Options(0.3), level=level)
-        assert_close(found, reference.decode(s.q, rotated(keys, values, rotation), s.where, Options(0.3)))
+        result = cpu.decode(s.q, rotated(keys, values, rotation), where, Options(0.3), level=level)
+        assert_close(result, reference.decode(s.q, rotated(keys, values, rotation), s.where, Options(0.3)))
     plain, row = replace(keys, correction=None), torch.arange(s.rows)
     torch.testing.assert_close(keys.read(row), plain.read(row) + exact)
     torch.testing.assert_close(values.read(row), replace(values, correction=None).read(row) + value_exact)
@@ -115,7 +115,7 @@ def test_streams_long_enough_for_tables(bits: int, level: str) -> None:
 
 
 def problem(name: str, dtype: torch.dtype) -> tuple[Tensor, Rows, Ranges, Options]:
-    """A problem with one option."""
+    """Return a problem with one option."""
     s = streams([*LENGTHS, 2, 2500], 6, 80, dtype)
     keys, values = coded(s.rows, 80, 8, 8, dtype=dtype), coded(s.rows, 96, 4, 9, dtype=dtype)
     if name == "row scales":
@@ -156,7 +156,7 @@ OPTIONS = [
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_level_and_option_agrees(level: str, dtype: torch.dtype, name: str) -> None:
     args = problem(name, dtype)
-    # For queries of 16 bits, levels of one book are multiplied as whole numbers.
+    # For queries of 16 bits, the levels of one codebook are multiplied as integers.
     limit = 1e-3 if name == "shared books" and dtype == torch.float16 and level not in EXACT else 1e-5
     assert_close(cpu.decode(*args, level=level), reference.decode(*args), limit)
 
@@ -174,25 +174,25 @@ def test_scalar_books_are_read_as_exactly_as_the_model_computes(
     rows = Rows(*(replace(side, row_scale=0.2 + torch.rand(s.rows)) for side in sides))
     for where in (s.where, s.listed()):
         args = (s.q, rows, where, Options(dim**-0.5))
-        wanted = reference.decode(*args)
-        assert_close(cpu.decode(*args, level=level), wanted)
-        assert_close(cpu.decode(*args, level=level, model_dtype=torch.float16), wanted, 1e-3)
+        expected = reference.decode(*args)
+        assert_close(cpu.decode(*args, level=level), expected)
+        assert_close(cpu.decode(*args, level=level, model_dtype=torch.float16), expected, 1e-3)
 
 
 @pytest.mark.parametrize("bits", CODE_BITS)
 @pytest.mark.parametrize("length", [40, 5000])
 def test_a_shared_book_is_one_book_for_every_group(bits: int, length: int) -> None:
-    """Short streams are put together, long ones go through tables."""
+    """Short streams are batched, long ones use tables."""
     s = streams([length], 3, 16)
     coupled = gcd(bits, 8) * 2 // 8 or 1
     sides = [coded(s.rows, 16, coupled, bits, books=2, shared=True) for _ in range(2)]
-    apart = [replace(x, book=x.book.expand(-1, 16 // coupled, -1, -1).contiguous()) for x in sides]
-    shared, own = (decode(s.q, Rows(*rows), s.where, Options(0.3)) for rows in (sides, apart))
-    assert all(map(torch.equal, shared, own))
+    separate_sides = [replace(x, book=x.book.expand(-1, 16 // coupled, -1, -1).contiguous()) for x in sides]
+    shared, separate = (decode(s.q, Rows(*rows), s.where, Options(0.3)) for rows in (sides, separate_sides))
+    assert all(map(torch.equal, shared, separate))
 
 
 BOOKS: list[dict[str, Any]] = [{"entries": 16}, {}, {"dtype": torch.float32}, {"shared": True}, {"bits": 10}]
-"""Not all centroids named, all, in float32, one book of all groups, and codes of two bytes."""
+"""Codebooks: only some centroids used, all used, float32, one codebook of all groups, and codes of two bytes."""
 
 
 @needs_compiler
@@ -204,7 +204,7 @@ BOOKS: list[dict[str, Any]] = [{"entries": 16}, {}, {"dtype": torch.float32}, {"
 def test_rotated_keys_whole_partial_and_scaled(dim: int, turned: int, coupled: int, level: str) -> None:
     s = streams([70, 40, 1], 4, dim)
     turn = rotary(s, turned, length=130, factor=1.2)
-    for book in BOOKS if dim // coupled % 4 == 0 else BOOKS[:-1]:  # the two bits above a byte fill bytes, too
+    for book in BOOKS if dim // coupled % 4 == 0 else BOOKS[:-1]:  # the two bits above a byte also fill bytes
         keys = coded(s.rows, dim, coupled, **{"bits": 8, **book})
         for where in (s.where, s.listed()):
             args = (s.q, rotated(keys, keys, turn), where, Options(0.3))
@@ -219,8 +219,8 @@ def test_scalar_keys_are_rotated_where_they_stand(bits: int, level: str) -> None
     keys, values = coded(s.rows, 64, 1, bits), coded(s.rows, 32, 1, bits, shared=True)
     turn = rotary(s, 48, length=1000)
     steps = torch.randint(1, 4, (s.rows,)).cumsum(0).int()
-    for one in (turn, replace(turn, positions=steps, shift=torch.zeros_like(turn.shift))):
-        args = (s.q, rotated(keys, values, one), s.where, Options(0.3))
+    for angles in (turn, replace(turn, positions=steps, shift=torch.zeros_like(turn.shift))):
+        args = (s.q, rotated(keys, values, angles), s.where, Options(0.3))
         assert_close(cpu.decode(*args, level=level), reference.decode(*args))
 
 
@@ -230,8 +230,8 @@ POSITIONS = [0, 63, 64, 65, 131071]
 def test_two_tables_give_the_angles_of_every_position() -> None:
     at = torch.tensor(POSITIONS)
     exact = at[:, None] * frequencies(64)
-    found = Rotary(*angle_tables(64, 131072), shift=at).angles(at)
-    for part, expected in zip(found, (exact.cos(), exact.sin()), strict=True):
+    angles = Rotary(*angle_tables(64, 131072), shift=at).angles(at)
+    for part, expected in zip(angles, (exact.cos(), exact.sin()), strict=True):
         assert (part - expected).abs().max() < 1e-6
 
 
@@ -290,7 +290,7 @@ def test_codes_past_the_end_of_the_book_name_its_last_entry(bits: int) -> None:
 
 
 def surrounded(x: Tensor, poison: float) -> Tensor:
-    """The same tensor amid poison, with no room between."""
+    """Return the same tensor surrounded by poison, without a gap."""
     buffer = torch.full((x.numel() + 256,), poison, dtype=x.dtype)
     inside = buffer[128 : 128 + x.numel()].view(x.shape)
     inside.copy_(x)
@@ -299,7 +299,7 @@ def surrounded(x: Tensor, poison: float) -> Tensor:
 
 COUPLED = [(bits, 24, 24 * gcd(bits, 8) // 8, 22) for bits in CODE_BITS]
 WHOLE = [(8, 64, coupled, turned) for coupled in (4, 8, 16) for turned in (32, 64)]
-"""All centroids are named, and vectors of keys are centroids or whole parts of them."""
+"""All centroids are used, and vectors of keys are centroids or whole parts of them."""
 SCALAR = [(bits, 32, 1, 16) for bits in (1, 2, 3, 4)]
 
 
@@ -319,14 +319,14 @@ def test_nothing_outside_the_tensors_is_used_or_written(
     rows = torch.cat([torch.randint(0, s.rows, (3, 100)), torch.full((3, 1), -1)], dim=1)
     counts = torch.tensor([100, 0, 63])
     plainly = replace(keys, rotary=None)
-    wanted = reference.decode(s.q, Rows(keys, values, log_weight), s.where, Options(0.3))
+    expected = reference.decode(s.q, Rows(keys, values, log_weight), s.where, Options(0.3))
     wanted_picked = reference.decode(s.q, Rows(plainly, values, log_weight), Listed(rows, counts), Options(0.3))
 
-    made: list[Tensor] = []
+    outputs: list[Tensor] = []
 
     def empty(*shape: int, dtype: torch.dtype) -> Tensor:
-        made.append(surrounded(torch.full(shape, nan, dtype=dtype), 7.0))
-        return made[-1]
+        outputs.append(surrounded(torch.full(shape, nan, dtype=dtype), 7.0))
+        return outputs[-1]
 
     monkeypatch.setattr(torch, "empty", empty)
     coarse, fine, shift, at = vars(keys.rotary).values()
@@ -340,12 +340,12 @@ def test_nothing_outside_the_tensors_is_used_or_written(
     some = Listed(surrounded(rows.int(), -1), counts)
     picked = cpu.decode(q, Rows(keys, values, log_weight), some, Options(0.3), level)
     monkeypatch.undo()
-    assert_close(decoded, wanted)
+    assert_close(decoded, expected)
     assert_close(picked, wanted_picked)
-    for tensor in made:
-        around = torch.as_strided(tensor, (tensor.numel() + 256,), (1,), tensor.storage_offset() - 128)
-        assert (around[:128] == 7).all()
-        assert (around[-128:] == 7).all()
+    for tensor in outputs:
+        fence = torch.as_strided(tensor, (tensor.numel() + 256,), (1,), tensor.storage_offset() - 128)
+        assert (fence[:128] == 7).all()
+        assert (fence[-128:] == 7).all()
 
 
 @pytest.mark.parametrize("bits", [1, 3, 4, 8, 10])
@@ -360,8 +360,8 @@ def test_listed_rows_are_read_only(bits: int, dtype: torch.dtype, turned: bool) 
     stored = rotated(keys, values, rotary(s, 64) if turned else None, torch.randn(s.rows))
     stored = replace(stored, values=replace(values, row_scale=torch.rand(s.rows)))
     options = Options(0.3, softcap=3.0)
-    wanted = reference.decode(s.q, stored, Listed(rows, counts), options)
-    assert_close(decode(s.q, stored, Listed(rows.masked_fill(past, -5).to(dtype), counts), options), wanted)
+    expected = reference.decode(s.q, stored, Listed(rows, counts), options)
+    assert_close(decode(s.q, stored, Listed(rows.masked_fill(past, -5).to(dtype), counts), options), expected)
 
 
 @pytest.mark.parametrize("length", [1, 17, 63, 129, 1500])
@@ -391,7 +391,7 @@ def test_a_sink_is_a_row_without_a_value() -> None:
 
 
 def test_growing_logits_and_long_streams() -> None:
-    # Each chunk beats the last one by far, and the stream spans several pieces.
+    # The logits of each chunk exceed those of the previous chunk by far, and the stream spans several pieces.
     s = streams([40000], 2, 32)
     keys, values = coded(s.rows, 32, 8, 8, books=1), coded(s.rows, 32, 8, 8, books=1)
     log_weight = (torch.arange(s.rows) - s.rows) * 0.015

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codes, books, scales and angles that do not belong together are refused by name, with the kernels and without."""
+"""Codes, codebooks, scales and angles that do not match are refused by name, with the kernels and without."""
 
 from __future__ import annotations
 

@@ -76,13 +76,13 @@ def test_every_level_and_option_agrees(
 
 
 def restore_low_rank(lost: Tensor) -> Correction:
-    """A basis of unit vectors makes the factors the lost values themselves."""
+    """Return the lost values as factors, with unit vectors as the basis."""
     rows, dim = lost.shape
     return Correction(lost, torch.eye(dim)[None], torch.zeros(rows, dtype=torch.int32))
 
 
 def restore_outliers(lost: Tensor) -> Correction:
-    """Every channel is an outlier."""
+    """Return every channel as an outlier."""
     rows, dim = lost.shape
     first = torch.arange(rows + 1, dtype=torch.int32) * dim
     return Correction(None, None, None, first, torch.arange(dim, dtype=torch.uint8).repeat(rows), lost.flatten())

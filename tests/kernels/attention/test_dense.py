@@ -23,7 +23,7 @@ def storage(s: Streams, dim: int, value_dim: int, dtype: torch.dtype) -> tuple[T
 
 
 def low_precision(s: Streams, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """What torch gives when it stays in the storage type: the yardstick of the tolerance."""
+    """Return the result of torch in the storage type: the yardstick of the tolerance."""
     out = torch.zeros(*s.q.shape[:2], values.shape[1])
     for n, rows in enumerate(s.where.numbers()):
         if len(rows):
@@ -120,20 +120,20 @@ def test_unusual_scales(scale: float) -> None:
 
 
 @needs_compiler
-def test_pieces_of_several_lengths_are_merged_whatever_the_number_of_threads() -> None:
-    # A piece is a 64th of the rows that are left: of 3 * 1024 at first, of 1024 at last.
+def test_pieces_of_several_lengths_are_merged_for_any_number_of_threads() -> None:
+    # A piece is a 64th of the remaining rows: of 3 * 1024 at first, of 1024 at last.
     s = streams([150_000, 1, 30_000, 60_001], 3, 16)
     keys, values = storage(s, 16, 16, torch.float32)
     rows, options = dense(keys, values), Options(0.5)
     expected = reference.decode(s.q, rows, s.where, options)
-    found = []
+    results = []
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        found.append(decode(s.q, rows, s.where, options))
+        results.append(decode(s.q, rows, s.where, options))
     torch.set_num_threads(1)
-    assert all(map(torch.equal, *found))
-    torch.testing.assert_close(found[0][0], expected[0], atol=2e-6, rtol=1e-5)
-    assert_same_lse(found[0][1], expected[1], 1e-5)
+    assert all(map(torch.equal, *results))
+    torch.testing.assert_close(results[0][0], expected[0], atol=2e-6, rtol=1e-5)
+    assert_same_lse(results[0][1], expected[1], 1e-5)
 
 
 def test_result_does_not_depend_on_threads_or_repetition() -> None:
@@ -151,11 +151,11 @@ def test_streams_split_anywhere_merge_to_the_same() -> None:
     s = streams([500], 4, 64)
     keys, values = storage(s, 64, 64, torch.float32)
     rows = dense(keys, values)
-    whole, _ = decode(s.q, rows, s.where, Options(0.1))
+    unsplit, _ = decode(s.q, rows, s.where, Options(0.1))
     starts, lengths = s.starts + torch.tensor([0, 123, 123]), torch.tensor([123, 0, 377])
     parts, lse = decode(s.q.expand(3, -1, -1), rows, Ranges(starts, lengths), Options(0.1))
     merged = (lse.softmax(0)[..., None] * parts).sum(0)
-    assert relative_error(merged, whole[0]) < 3e-6
+    assert relative_error(merged, unsplit[0]) < 3e-6
 
 
 @needs_compiler

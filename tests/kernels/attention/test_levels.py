@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode on codes that stand for levels, with scales of eight bits, without zeros, and with factors of rows."""
+"""Decode on codes that are indices of levels, with scales of eight bits, without zeros, and with factors of rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KINDS = {
 
 
 def levelled(rows: int, dim: int, bits: int, group: tuple[int, int], kind: str) -> Packed:
-    """Random codes of random levels; scales over the whole range of their dtype that matters."""
+    """Return random codes of random levels; scales cover the useful range of their dtype."""
     codes = torch.randint(0, 2**bits, (rows, dim), dtype=torch.uint8)
     scale = torch.exp2(torch.randint(-9, 5, (-(-rows // group[0]), dim // group[1])).float())
     scale = (scale * (1 if kind == "e8m0" else 1.25)).to(KINDS[kind])
@@ -45,7 +45,7 @@ def problem(kind: str, bits: int = 4, group: tuple[int, int] = (1, 16), dim: int
     ("e4m3", 4, (1, 16)), ("e8m0", 4, (1, 32)), ("float16", 8, (1, 64)), ("float32", 3, (32, 1)), ("float16", 2, (32, 1)),
     ("e4m3", 1, (8, 8)), ("e4m3", 3, (1, 32)), ("float16", 2, (1, 16)), ("e8m0", 4, (4, 64)),
 ])  # fmt: skip
-def test_every_level_reads_what_the_rows_decode_to(kind: str, bits: int, group: tuple[int, int], level: str) -> None:
+def test_every_level_reads_the_decoded_rows(kind: str, bits: int, group: tuple[int, int], level: str) -> None:
     s, rows = problem(kind, bits, group)
     every = torch.arange(rows.count)
     plain = dense(rows.keys.read(every), rows.values.read(every))
@@ -80,7 +80,7 @@ def test_models_of_16_bits_read_levels_nearly_as_exactly(
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_no_sum_of_whole_numbers_leaves_32_bits(sign: int, level: str) -> None:
-    """All queries, all weights and all levels of one sign and as large as they can be: nothing cancels."""
+    """All queries, all weights and all levels have one sign and the largest size, so that nothing cancels."""
     s = streams([256, 700], 4, 256, torch.bfloat16)
     s.q.fill_(sign * 3.0)
     codes = torch.full((s.rows, 128), 255, dtype=torch.uint8)
@@ -141,7 +141,7 @@ def test_every_number_of_e4m3_is_read(dim: int, level: str) -> None:
     sides = []
     for _ in range(2):
         codes = torch.randint(0, 256, (s.rows, dim), dtype=torch.uint8)
-        codes[codes % 128 > 90] //= 8  # few large numbers, many subnormal ones
+        codes[codes % 128 > 90] //= 8  # few large values, many subnormal ones
         codes[-1, :64], codes[-2, :64], codes[-3, :64], codes[-4, :64] = every.view(4, 64)
         scale = (torch.rand(s.rows, 1) + 0.1).half() / 8
         sides.append(Packed(codes, scale, None, 8, (1, dim), levels=levels))
@@ -178,7 +178,7 @@ def test_all_scales_of_eight_bits_are_read_as_torch_reads_them(bits: int) -> Non
     ({"zero": torch.ones(440, 4).half(), "scale": torch.ones(440, 4).to(torch.float8_e4m3fn)}, "scale must be"),
     ({"row_scale": torch.ones(3)}, "row_scale must be"),
 ])  # fmt: skip
-def test_what_does_not_belong_together_is_refused(change: dict[str, Any], message: str) -> None:
+def test_operands_that_do_not_match_are_refused(change: dict[str, Any], message: str) -> None:
     s, rows = problem("float16")
     with pytest.raises(ValueError, match=message):
         decode(s.q, replace(rows, keys=replace(rows.keys, **change)), s.where, Options(1.0))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A row that stands for n equal ones, with log n for its weight, gives what the n rows give: in every format and operator."""
+"""One row with log-weight log n gives the result of n equal rows, in every format and operator."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ BACKENDS = [None, *LEVELS]
 
 
 def pooled(lengths: list[int], queries: int, dim: int) -> tuple[Streams, Streams, Tensor, Tensor]:
-    """Streams of single rows, the same with each row repeated, how often, and which row every repeated one is."""
+    """Return streams of single rows, streams of repeated rows, the copies of each row, and the source of each repeated row."""
     few = streams(lengths, queries, dim)
     copies = torch.randint(1, 7, (few.rows,))
     source = torch.arange(few.rows).repeat_interleave(copies)
@@ -56,12 +56,12 @@ def pooled(lengths: list[int], queries: int, dim: int) -> tuple[Streams, Streams
 
 
 def taken(terms: Correction | None, rows: Tensor) -> Correction | None:
-    """The correction of the given rows, low rank only."""
+    """Return the low-rank correction of some rows."""
     return None if terms is None else replace(terms, factor=terms.factor[rows], chunk=terms.chunk[rows])
 
 
 def repeated(side: Any, rows: Tensor) -> Any:
-    """Storage of the given rows, some of them several times."""
+    """Return the storage of some rows, which may repeat."""
     if isinstance(side, Dense):
         return Dense(side.data[rows])
     if isinstance(side, Coded):
@@ -106,7 +106,7 @@ FORMATS: dict[str, Callable[[Streams], Rows]] = {
 
 
 def attend(level: str | None, q: Tensor, rows: Rows, where: Any, options: Options) -> tuple[Tensor, Tensor]:
-    """One back end inside the operator: the reference without a level."""
+    """Run one back end inside the operator: the reference without a level."""
     if rows.key_basis is not None:
         q = rows.key_basis.enter(q, None)
     args = (q, rows, where, options)
@@ -117,15 +117,15 @@ def attend(level: str | None, q: Tensor, rows: Rows, where: Any, options: Option
 @pytest.mark.parametrize("level", BACKENDS)
 @pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
-def test_pooled_rows_attend_as_the_rows_they_stand_for(name: str, listed: bool, level: str | None) -> None:
+def test_pooled_rows_attend_as_repeated_rows(name: str, listed: bool, level: str | None) -> None:
     few, many, copies, source = pooled([1, 40, 130], 6, 64)
     rows = FORMATS[name](few)
-    whole = replace(rows, keys=repeated(rows.keys, source), values=repeated(rows.values, source))
+    unpooled = replace(rows, keys=repeated(rows.keys, source), values=repeated(rows.values, source))
     pooled_rows = replace(rows, log_weight=copies.float().log())
     options = Options(0.125, softcap=4.0)
     ours = attend(level, few.q, pooled_rows, few.listed() if listed else few.where, options)
-    expected = attend(level, many.q, whole, many.listed() if listed else many.where, options)
-    # The integer kernels round weights of a block together, and the blocks of the two differ.
+    expected = attend(level, many.q, unpooled, many.listed() if listed else many.where, options)
+    # Integer kernels round the weights of a block together, and the two runs have different blocks.
     limit = 1e-3 if "packed" in name and level else 1e-5
     assert relative_error(ours[0], expected[0]) < limit
     assert_same_lse(ours[1], expected[1], limit)
@@ -134,7 +134,7 @@ def test_pooled_rows_attend_as_the_rows_they_stand_for(name: str, listed: bool, 
 @pytest.mark.parametrize("level", BACKENDS)
 @pytest.mark.parametrize("statistic", ["sum", "squares", "max"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_pooled_rows_receive_what_the_rows_they_stand_for_receive(
+def test_pooled_rows_receive_the_weights_of_repeated_rows(
     statistic: Any, dtype: torch.dtype, level: str | None
 ) -> None:
     few, many, copies, source = pooled([1, 40, 130], 6, 64)
@@ -145,11 +145,11 @@ def test_pooled_rows_receive_what_the_rows_they_stand_for_receive(
         return mass_reference.receive(*args) if level is None else mass_cpu.receive(*args, level=level)
 
     ours = receive(dense(keys, keys, copies.float().log()), few)
-    each = receive(dense(keys[source], keys[source]), many)
+    received = receive(dense(keys[source], keys[source]), many)
     # Each of n equal rows receives the n-th part of every weight.
     first = copies.cumsum(0) - copies
     parts = {"sum": copies, "squares": copies**2, "max": copies}[statistic]
-    assert relative_error(ours, each[first] * parts) < 1e-5
+    assert relative_error(ours, received[first] * parts) < 1e-5
 
 
 @pytest.mark.parametrize("kernels", ["0", "1"])
@@ -157,15 +157,15 @@ def test_operators_add_log_weights(kernels: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("KVPRESS_CPU_KERNELS", kernels)
     few, many, copies, source = pooled([0, 40], 6, 64)
     keys, values = torch.randn(2, few.rows, 64)
-    rows, whole = dense(keys, values, copies.float().log()), dense(keys[source], values[source])
-    ours, expected = (decode(s.q, r, s.where, Options(0.1)) for s, r in ((few, rows), (many, whole)))
+    rows, unpooled = dense(keys, values, copies.float().log()), dense(keys[source], values[source])
+    ours, expected = (decode(s.q, r, s.where, Options(0.1)) for s, r in ((few, rows), (many, unpooled)))
     assert relative_error(ours[0], expected[0]) < 1e-5
     assert_same_lse(ours[1], expected[1], 1e-5)
     lse = expected[1].nan_to_num(neginf=0.0)
     for operator in (column_mass, column_max):
-        each = operator(many.q, whole, many.where, Options(0.1), lse=lse)
-        found = operator(few.q, rows, few.where, Options(0.1), lse=lse)
-        assert relative_error(found, each[copies.cumsum(0) - copies] * copies) < 1e-5
+        received = operator(many.q, unpooled, many.where, Options(0.1), lse=lse)
+        actual = operator(few.q, rows, few.where, Options(0.1), lse=lse)
+        assert relative_error(actual, received[copies.cumsum(0) - copies] * copies) < 1e-5
 
 
 @pytest.mark.parametrize("level", BACKENDS)

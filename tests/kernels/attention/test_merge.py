@@ -19,11 +19,11 @@ def test_every_level_agrees_with_a_softmax_over_all_logits(level: str, parts: in
     out, lse = torch.randn(parts, 3, queries, channels), 20 * torch.randn(parts, 3, queries)
     lse[:, 0], lse[0, 1] = -torch.inf, -torch.inf
     out[lse.isneginf()] = 0
-    found, total = cpu.merge([(o, s) for o, s in zip(out, lse, strict=True)], level)
+    merged, total = cpu.merge([(o, s) for o, s in zip(out, lse, strict=True)], level)
     shares = lse.double().softmax(dim=0).nan_to_num(0.0)
-    assert relative_error(found, (shares[..., None] * out).sum(dim=0).float()) < 1e-6
+    assert relative_error(merged, (shares[..., None] * out).sum(dim=0).float()) < 1e-6
     assert_same_lse(total, lse.double().logsumexp(dim=0).float(), 1e-6)
-    assert (found[0] == 0).all()
+    assert (merged[0] == 0).all()
 
 
 @pytest.mark.parametrize("kernels", ["0", "1"])
@@ -49,9 +49,9 @@ def test_results_are_the_same_in_every_mode(monkeypatch: pytest.MonkeyPatch, ker
     monkeypatch.setenv("KVPRESS_CPU_KERNELS", kernels)
     parts = [(torch.randn(2, 3, 4), torch.randn(2, 3)) for _ in range(2)]
     with torch.enable_grad():
-        found = merge([(out.requires_grad_(), lse.requires_grad_()) for out, lse in parts])
-    assert not found[0].requires_grad
-    assert all(map(torch.equal, found, merge([(out.detach(), lse.detach()) for out, lse in parts])))
+        merged = merge([(out.requires_grad_(), lse.requires_grad_()) for out, lse in parts])
+    assert not merged[0].requires_grad
+    assert all(map(torch.equal, merged, merge([(out.detach(), lse.detach()) for out, lse in parts])))
 
 
 def test_bad_parts_are_named() -> None:

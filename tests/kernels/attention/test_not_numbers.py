@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A query with something that is no number gets none; others get what is theirs, or none if they are rounded with it.
+"""A query with NaN or infinity gives NaN; other queries keep their results, or give NaN if they are rounded with it.
 
-Nor does a query get numbers that sees a key without.
+A query that sees a key with NaN gives NaN, too.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def test_they_are_neither_hidden_nor_spread(name: str, bad: float, level: str) -
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("at", [0, 2499])
-def test_a_key_that_is_none_is_not_hidden(at: int, dtype: torch.dtype, level: str) -> None:
+def test_a_key_with_nan_is_not_hidden(at: int, dtype: torch.dtype, level: str) -> None:
     s = streams([200, 1, 2500, 0], 6, 64, dtype)
     keys, values = torch.randn(2, s.rows, 64).to(dtype)
     expected, _ = reference.decode(s.q, Rows(Dense(keys), Dense(values)), s.where, Options(0.1))
@@ -62,7 +62,7 @@ def test_a_key_that_is_none_is_not_hidden(at: int, dtype: torch.dtype, level: st
 
 
 @needs_compiler
-def test_a_key_that_is_none_is_not_seen_before_its_turn() -> None:
+def test_a_key_with_nan_is_not_seen_before_its_turn() -> None:
     s = streams([200], 6, 64)
     keys, values = torch.randn(2, s.rows, 64)
     keys[s.starts[0] + 198, 3] = float("nan")  # the second of three new tokens

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys with an offset give what the same keys give with the rotated offset added to them, in every format and back end."""
+"""Keys with an offset give the result of keys to which the rotated offset was added, in every format and back end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def stored(name: str, rows: int) -> Rows:
 
 
 def with_offset(rows: Rows, s: Streams, turned: int = DIM, straight: bool = False, mixed: bool = False) -> Rows:
-    """Return rows with an offset ten times as long as they are; `mixed` channels are not in halves."""
+    """Return rows with an offset ten times their size; the halves of `mixed` channels are interleaved."""
     table = rotary(s, turned, length=1000)
     if straight:
         table = replace(table, positions=None, shift=5 - s.starts)
@@ -40,7 +40,7 @@ def with_offset(rows: Rows, s: Streams, turned: int = DIM, straight: bool = Fals
 
 
 def added(rows: Rows, s: Streams) -> Rows:
-    """Return the pairs in float32 with the offset in their keys."""
+    """Return the pairs in float32 with the offset added to their keys."""
     keys, values = torch.zeros(2, s.rows, DIM)
     for n, numbers in enumerate(s.where.numbers()):
         assert rows.key_offset is not None
@@ -70,13 +70,13 @@ def test_matches_keys_that_contain_it(name: str, turned: int, straight: bool, mi
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_streams_read_the_offset_of_their_owner(name: str) -> None:
-    """Sets of queries in another order read the centre and the shift of the stream that they are told."""
+    """Sets of queries in another order read the offset and the shift of their own stream."""
     s = streams(LENGTHS, 4, DIM)
     rows = with_offset(stored(name, s.rows), s)
     order = torch.tensor([3, 0, 3, 2])
-    found, _ = decode(s.q, rows, Ranges(s.starts[order], s.lengths[order], order), Options(0.05))
+    result, _ = decode(s.q, rows, Ranges(s.starts[order], s.lengths[order], order), Options(0.05))
     expected, _ = reference.decode(s.q, added(rows, s), Ranges(s.starts[order], s.lengths[order]), Options(0.05))
-    assert relative_error(found, expected) < 1e-3
+    assert relative_error(result, expected) < 1e-3
 
 
 @pytest.mark.parametrize("listed", [False, True])
@@ -86,8 +86,8 @@ def test_many_products_are_made_for_some_streams_at_a_time(monkeypatch: pytest.M
     where = s.listed() if listed else s.where
     expected = decode(s.q, rows, where, Options(0.05))
     monkeypatch.setattr(dispatch, "MOST_PRODUCTS", 3 * 4 * 1024)
-    for found, whole in zip(decode(s.q, rows, where, Options(0.05)), expected, strict=True):
-        torch.testing.assert_close(found, whole)
+    for chunked, unchunked in zip(decode(s.q, rows, where, Options(0.05)), expected, strict=True):
+        torch.testing.assert_close(chunked, unchunked)
 
 
 def test_zeros_change_nothing() -> None:
@@ -96,13 +96,13 @@ def test_zeros_change_nothing() -> None:
     offset = with_offset(rows, s).key_offset
     assert offset is not None
     zero = replace(rows, key_offset=replace(offset, centre=torch.zeros_like(offset.centre)))
-    for found, expected in zip(
+    for result, expected in zip(
         decode(s.q, zero, s.where, Options(0.1)), decode(s.q, rows, s.where, Options(0.1)), strict=True
     ):
-        assert torch.equal(found, expected)
+        assert torch.equal(result, expected)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_bad_offsets_are_refused() -> None:
     s = streams(LENGTHS, 4, DIM)
     rows = with_offset(stored("packed", s.rows), s)
     offset = rows.key_offset
@@ -114,9 +114,9 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match=r"key_offset.centre must be .* \[streams, 64\]"):
         decode(s.q, thin, s.where, Options(0.1))
     for name in ("packed", "coded"):
-        far = with_offset(stored(name, s.rows), s)
-        assert far.key_offset is not None
-        table = replace(far.key_offset.rotary, shift=far.key_offset.rotary.shift + 10**6)
-        far = replace(far, key_offset=replace(far.key_offset, rotary=table))
-        with pytest.raises(ValueError, match=r"positions (without|outside)"):  # compiled, and of the reference
-            decode(s.q, far, s.where, Options(0.1))
+        beyond = with_offset(stored(name, s.rows), s)
+        assert beyond.key_offset is not None
+        table = replace(beyond.key_offset.rotary, shift=beyond.key_offset.rotary.shift + 10**6)
+        beyond = replace(beyond, key_offset=replace(beyond.key_offset, rotary=table))
+        with pytest.raises(ValueError, match=r"positions (without|outside)"):  # of the kernels, and of the reference
+            decode(s.q, beyond, s.where, Options(0.1))

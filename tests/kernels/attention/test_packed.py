@@ -140,7 +140,7 @@ def test_zero_points_that_are_no_codes_are_refused(change: dict[str, Any], messa
 def test_an_attention_sink_of_small_values_does_not_blur_the_others(
     small: float, width: int, bits: int, level: str
 ) -> None:
-    """The first key draws most of the attention to a value that is short, as in language models."""
+    """The first key gets most of the attention and has a short value, as in language models."""
     s = streams([256, 700], 4, 64)
     s.q[..., 0] = 4
     keys, raw = torch.randn(s.rows, 64), torch.randn(s.rows, 64)
@@ -229,7 +229,7 @@ def test_select_matches_reference(bits: int, page: int) -> None:
     values, exact_values = quantise(torch.randn(s.rows, 128), bits, (1, 32))
     first = torch.stack([torch.randperm(s.rows // page)[: 160 // page] for _ in range(3)]) * page
     rows = (first[:, :, None] + torch.arange(page)).flatten(1).int()
-    # Ends one row count after its beginning without being contiguous in between.
+    # The first and last row are those of a contiguous range, the rows between are permuted.
     rows[0] = torch.cat([torch.arange(1), torch.randperm(158) + 1, torch.tensor([159])])
     counts = torch.tensor([160, 0, 33])
     where = Listed(rows, counts)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several sets of rows, each in a format of its own, are attended to in one call."""
+"""Attention in one call to several sets of rows, each in its own format."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def part(name: str, lengths: list[int], channels: int = DIM) -> Part:
 
 def one_by_one(q: Tensor, parts: list[Part], options: Options) -> tuple[Tensor, Tensor]:
     earlier = Options(options.scale, options.softcap)
-    asked = [earlier] * (len(parts) - 1) + [options]
-    return merge([decode(q, p.rows, p.where, how) for p, how in zip(parts, asked, strict=True)])
+    options_of_parts = [earlier] * (len(parts) - 1) + [options]
+    return merge([decode(q, p.rows, p.where, how) for p, how in zip(parts, options_of_parts, strict=True)])
 
 
 @needs_compiler
@@ -55,11 +55,11 @@ def one_by_one(q: Tensor, parts: list[Part], options: Options) -> tuple[Tensor, 
 def test_they_are_merged_as_one_by_one(names: tuple[str, ...], causal: int, level: str) -> None:
     parts = [part(name, [5 + i, 0, 70]) for i, name in enumerate(names)]
     q, options = torch.randn(3, 4, DIM).bfloat16(), Options(0.2, causal=causal)
-    found = cpu.decode_parts(q, parts, options, level=level)
-    asked = [Options(0.2)] * (len(parts) - 1) + [options]
-    results = [cpu.decode(q, p.rows, p.where, how, level) for p, how in zip(parts, asked, strict=True)]
-    assert all(map(torch.equal, found, cpu.merge(results, level)))
-    assert found[0][2].norm() > 0.5
+    merged = cpu.decode_parts(q, parts, options, level=level)
+    options_of_parts = [Options(0.2)] * (len(parts) - 1) + [options]
+    results = [cpu.decode(q, p.rows, p.where, how, level) for p, how in zip(parts, options_of_parts, strict=True)]
+    assert all(map(torch.equal, merged, cpu.merge(results, level)))
+    assert merged[0][2].norm() > 0.5
 
 
 @pytest.mark.parametrize("kernels", ["0", "1"])
@@ -79,7 +79,7 @@ def test_the_operator_does_with_and_without_kernels(monkeypatch: pytest.MonkeyPa
 
 
 def turned(rows: Rows) -> Rows:
-    """The same rows, which stand for other keys and values."""
+    """Return the same rows with a random basis, so that they decode to other keys and values."""
     basis = Basis(rotation=torch.linalg.qr(torch.randn(DIM, DIM)).Q)
     return Rows(rows.keys, rows.values, None, basis, basis)
 
@@ -109,40 +109,40 @@ def test_sinks_are_seen_once() -> None:
 
 
 def test_lists_may_be_empty() -> None:
-    held, q = part("dense", [3, 4, 5]), torch.randn(3, 4, DIM)
+    dense_part, q = part("dense", [3, 4, 5]), torch.randn(3, 4, DIM)
     empty = Listed(torch.zeros(3, 0, dtype=torch.int32), torch.zeros(3, dtype=torch.int64))
-    found = decode_parts(q, [Part(held.rows, empty), held], Options(0.2))
-    assert all(map(torch.equal, found, decode(q, held.rows, held.where, Options(0.2))))
+    result = decode_parts(q, [Part(dense_part.rows, empty), dense_part], Options(0.2))
+    assert all(map(torch.equal, result, decode(q, dense_part.rows, dense_part.where, Options(0.2))))
 
 
 def test_rows_that_are_not_stored_are_named() -> None:
-    held, q = part("dense", [3, 4, 5]), torch.randn(3, 4, DIM)
-    beyond = Part(held.rows, Ranges(torch.tensor([0, 0, 9]), torch.tensor([3, 3, held.rows.count])))
-    with pytest.raises(ValueError, match=f"stream 2 refers to rows outside the {held.rows.count} stored ones"):
-        decode_parts(q, [part("packed", [3, 4, 5]), beyond, held], Options(0.2))
+    dense_part, q = part("dense", [3, 4, 5]), torch.randn(3, 4, DIM)
+    beyond = Part(dense_part.rows, Ranges(torch.tensor([0, 0, 9]), torch.tensor([3, 3, dense_part.rows.count])))
+    with pytest.raises(ValueError, match=f"stream 2 refers to rows outside the {dense_part.rows.count} stored ones"):
+        decode_parts(q, [part("packed", [3, 4, 5]), beyond, dense_part], Options(0.2))
 
 
 def test_bad_parts_are_refused() -> None:
-    held, q = part("dense", [3, 4, 5]), torch.randn(3, 4, DIM)
+    dense_part, q = part("dense", [3, 4, 5]), torch.randn(3, 4, DIM)
     with pytest.raises(ValueError, match="parts must hold at least one, got none"):
         decode_parts(q, [], Options(0.2))
     with pytest.raises(ValueError, match="values of all parts must have as many channels, got 64 and 32"):
-        decode_parts(q, [held, part("dense", [3, 4, 5], channels=32)], Options(0.2))
+        decode_parts(q, [dense_part, part("dense", [3, 4, 5], channels=32)], Options(0.2))
     with pytest.raises(ValueError, match=r"starts must be int64 \[2\], got int64 \[3\]"):
-        decode_parts(q[:2], [part("dense", [3, 4, 5]), held], Options(0.2))
-    other = torch.zeros(3, 4, 32), torch.zeros(3, 4)
+        decode_parts(q[:2], [part("dense", [3, 4, 5]), dense_part], Options(0.2))
+    narrow = torch.zeros(3, 4, 32), torch.zeros(3, 4)
     with pytest.raises(ValueError, match=r"out must be float32 \[3, 4, 64\], got float32 \[3, 4, 32\]"):
-        decode_parts(q, [held], Options(0.2), [other])
-    listed = Part(held.rows, streams([3, 4, 5], 1, DIM).listed())
+        decode_parts(q, [dense_part], Options(0.2), [narrow])
+    listed = Part(dense_part.rows, streams([3, 4, 5], 1, DIM).listed())
     with pytest.raises(ValueError, match="causal must be 0 for listed rows"):
-        decode_parts(q, [held, listed], Options(0.2, causal=1))
+        decode_parts(q, [dense_part, listed], Options(0.2, causal=1))
 
 
 def test_a_copy_reads_its_own_rows() -> None:
-    held, q, options = part("dense", [30, 40, 50]), torch.randn(3, 4, DIM), Options(0.2)
-    before = decode_parts(q, [held, held], options)  # tells it to the kernels
-    twin = copy.deepcopy(held)
-    for tensor in (held.rows.keys.storage, held.rows.values.storage):
+    dense_part, q, options = part("dense", [30, 40, 50]), torch.randn(3, 4, DIM), Options(0.2)
+    before = decode_parts(q, [dense_part, dense_part], options)  # caches the operand's packed struct
+    twin = copy.deepcopy(dense_part)
+    for tensor in (dense_part.rows.keys.storage, dense_part.rows.values.storage):
         tensor.zero_()
     assert all(map(torch.equal, decode_parts(q, [twin, twin], options), before))
-    assert decode_parts(q, [held, held], options)[0].count_nonzero() == 0
+    assert decode_parts(q, [dense_part, dense_part], options)[0].count_nonzero() == 0

@@ -15,7 +15,7 @@ INFINITY = float("inf")
 
 
 def expected(s: Streams, keys: Tensor, values: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax over the logits of the rows and the sink, of which the weights of the rows are used."""
+    """Return the softmax over the logits of the rows and the sink, of which only the weights of the rows are used."""
     out, lse = torch.zeros(*s.q.shape[:2], values.shape[1]), torch.zeros(s.q.shape[:2])
     for n, rows in enumerate(s.where.numbers()):
         logits = torch.cat([s.q[n] @ keys[rows].T * 0.1, sinks[n, :, None]], dim=-1)

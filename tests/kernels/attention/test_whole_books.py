@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long streams of rotated keys in books of bytes: models of 16 bits have them multiplied as whole numbers of 16 bits."""
+"""Long streams of rotated keys in codebooks of bytes, which models of 16 bits multiply as integers of 16 bits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HALVES = [torch.float16, torch.bfloat16]
 
 
 def standing(s: Streams, dim: int, gaps: bool, factor: float = 1.0) -> Rotary:
-    """Streams that begin at different positions; with `gaps`, behind an eviction."""
+    """Return the angles of streams that begin at different positions; with `gaps`, after an eviction."""
     first, at = torch.tensor([0, 63, 1000, 7, 64]), torch.zeros(s.rows, dtype=torch.int64)
     for n, rows in enumerate(s.where.numbers()):
         at[rows] = first[n] + torch.randint(1, 5 if gaps else 2, (len(rows),)).cumsum(0) - 1
@@ -61,7 +61,7 @@ def test_models_of_32_bits_read_them_exactly(coupled: int, level: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_options_listed_rows_and_what_rows_are_multiplied_with(dtype: torch.dtype, level: str) -> None:
+def test_options_listed_rows_and_row_scales(dtype: torch.dtype, level: str) -> None:
     s, rows = problem(64, 4, dtype, False)
     scale = (0.2 + torch.rand(s.rows)).half()
     rows = replace(rows, keys=replace(rows.keys, row_scale=scale), log_weight=torch.randn(s.rows))
@@ -78,21 +78,21 @@ def test_options_listed_rows_and_what_rows_are_multiplied_with(dtype: torch.dtyp
 
 
 def one_book(centroid: Tensor, rows: int) -> Coded:
-    """Codes that all name the same vector [D]."""
+    """Return codes that all select the same vector [D]."""
     book = centroid.view(1, -1, 1, 4).expand(-1, -1, 256, -1).half().contiguous()
     return Coded(torch.randint(0, 256, (rows, centroid.shape[0] // 4), dtype=torch.uint8), book, 8)
 
 
 def unturned(dim: int, rows: int, shift: Tensor) -> Rotary:
-    """Angles of zero."""
-    one = torch.stack([torch.ones(dim // 2), torch.zeros(dim // 2)])
-    return Rotary(one.repeat(rows // STEP + 1, 1, 1), one.repeat(STEP, 1, 1), shift)
+    """Return angles of zero."""
+    tables = torch.stack([torch.ones(dim // 2), torch.zeros(dim // 2)])
+    return Rotary(tables.repeat(rows // STEP + 1, 1, 1), tables.repeat(STEP, 1, 1), shift)
 
 
 @pytest.mark.parametrize("dim", [64, 256])
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_no_sum_of_whole_numbers_leaves_32_bits(sign: int, dim: int, level: str) -> None:
-    """All queries, keys and weights of one sign and as large as they can be: nothing cancels."""
+    """All queries, keys and weights have one sign and the largest size, so that nothing cancels."""
     rows = 3000
     q, where = torch.full((1, 4, dim), sign * 3.0).bfloat16(), Ranges(torch.tensor([0]), torch.tensor([rows]))
     side = one_book(torch.full((dim,), 15.0), rows)
@@ -104,7 +104,7 @@ def test_no_sum_of_whole_numbers_leaves_32_bits(sign: int, dim: int, level: str)
 
 
 def test_a_channel_far_larger_than_the_others_leaves_them_their_digits(level: str) -> None:
-    """Keys may have channels that are large and nearly the same everywhere, as those of a model with biases have."""
+    """Keys may have channels that are large and nearly constant, as in models with biases."""
     torch.manual_seed(0)
     s = streams([2500], 4, 64, torch.bfloat16)
     keys, values = coded(s.rows, 64, 4, 8, books=1), coded(s.rows, 64, 4, 8, books=1)

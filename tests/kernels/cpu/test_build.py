@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiling, caching and falling back."""
+"""Compilation, cache and fallback."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PROBING = Library("baseline", PROBE)
 
 @pytest.fixture
 def forgetful() -> Iterator[None]:
-    """No remembered compiler, libraries or level, before and after the test."""
+    """Clear the remembered compiler, libraries and level, before and after the test."""
     forget()
     yield
     forget()
@@ -55,12 +55,12 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def attend() -> torch.Tensor:
-    one = torch.ones(1, dtype=torch.int64)
-    return decode(torch.ones(1, 1, 8), dense(torch.ones(3, 8), torch.ones(3, 8)), Ranges(one, one), Options(1.0))[0]
+    ones = torch.ones(1, dtype=torch.int64)
+    return decode(torch.ones(1, 1, 8), dense(torch.ones(3, 8), torch.ones(3, 8)), Ranges(ones, ones), Options(1.0))[0]
 
 
 @pytest.mark.usefixtures("forgetful")
-def test_without_a_compiler_the_reference_runs_and_says_so_once(
+def test_without_a_compiler_the_reference_runs_and_warns_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
@@ -77,7 +77,7 @@ def test_without_a_compiler_the_reference_runs_and_says_so_once(
 
 @pytest.mark.usefixtures("forgetful")
 @needs_compiler
-def test_a_level_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_level_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
     for level in build.supported_levels()[-2:]:
         monkeypatch.setenv("KVPRESS_CPU_LEVEL", level)
         build.best_level.cache_clear(), launch.level.cache_clear()
@@ -88,12 +88,12 @@ def test_a_level_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("forgetful")
 @needs_compiler
 @pytest.mark.parametrize(
-    ("wanted", "why"), [("sse9", "there is no such level"), ("avx512_bf16", "this processor lacks it")]
+    ("level", "why"), [("sse9", "there is no such level"), ("avx512_bf16", "this processor lacks it")]
 )
-def test_a_level_that_cannot_run_is_refused(wanted: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVPRESS_CPU_LEVEL", wanted)
+def test_a_level_that_cannot_run_is_refused(level: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVPRESS_CPU_LEVEL", level)
     monkeypatch.setattr(build, "supported_levels", lambda: ("baseline", "avx2"))
-    with pytest.raises(ValueError, match=f"KVPRESS_CPU_LEVEL={wanted}: {why}; use one of baseline, avx2, or unset it"):
+    with pytest.raises(ValueError, match=f"KVPRESS_CPU_LEVEL={level}: {why}; use one of baseline, avx2, or unset it"):
         attend()
 
 
@@ -191,7 +191,7 @@ def test_a_library_is_named_after_the_headers_it_includes_and_no_others(monkeypa
 
 
 def test_a_library_is_shared_only_between_levels_that_contain_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """AVX-512 without AVX-VNNI, such as a Zen 4, cannot run what was compiled for `avx2_vnni`."""
+    """AVX-512 without AVX-VNNI, as on Zen 4, cannot run a library that was compiled for `avx2_vnni`."""
     levels = {"baseline": (), "avx2": ("-a",), "avx2_vnni": ("-a", "-v"), "avx512": ("-a", "-b")}
     monkeypatch.setattr(libraries, "LEVELS", levels)
     monkeypatch.setattr(libraries, "ASKED", {"avx2": "A", "avx2_vnni": "V", "avx512": "B"})
@@ -218,13 +218,13 @@ NAMED = {
     "avx512_bf16": "avx512vbmi avx512_bf16",
     "neon_dot": "asimddp",
 }
-"""What Linux calls the extensions that a level adds."""
+"""Linux's names for the extensions that a level adds."""
 
 
 @needs_compiler
 @pytest.mark.skipif(not CPUINFO.exists(), reason="no /proc/cpuinfo, which names the extensions of the processor")
 def test_levels_whose_extensions_the_system_names_are_found() -> None:
-    """An old system does not know all names; that a level is not found where it cannot run is seen by running it."""
+    """An old system lacks some of the names; there, the test that runs every level shows that none is found wrongly."""
     (words, *_) = re.findall(r"^(?:flags|Features)\s*:(.*)", CPUINFO.read_text(), re.MULTILINE)
     named = [level for level in libraries.LEVELS if set(NAMED.get(level, "").split()) <= set(words.split())]
     assert set(named) <= set(build.supported_levels())
@@ -238,11 +238,11 @@ def test_a_damaged_library_is_compiled_again(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "kvpress").mkdir(mode=0o700)
-    (built,) = build.compiled([PROBING], tmp_path / "kvpress")  # not loaded: what is mapped must not change
-    whole = built.read_bytes()
-    half = len(whole) // 2
-    flipped = whole[:half] + bytes([whole[half] ^ 1]) + whole[half + 1 :]
-    built.write_bytes({"truncated": whole[:half], "empty": b"", "flipped": flipped}[damage])
+    (built,) = build.compiled([PROBING], tmp_path / "kvpress")  # not loaded, as a mapped file must not change
+    content = built.read_bytes()
+    half = len(content) // 2
+    flipped = content[:half] + bytes([content[half] ^ 1]) + content[half + 1 :]
+    built.write_bytes({"truncated": content[:half], "empty": b"", "flipped": flipped}[damage])
     with caplog.at_level(logging.WARNING, logger="kvpress"):
         assert build.supported_levels()
     (again,) = files(tmp_path)
@@ -268,12 +268,12 @@ def test_without_a_home_libraries_lie_among_the_temporary_files(
 
 
 def test_triton_gets_a_folder_where_there_is_no_home(tmp_path: Path) -> None:
-    for given, expected in (
+    for home, expected in (
         ("~/", env.cache_dirs()[-1]),
         (str(tmp_path), tmp_path),
         ("/nowhere", env.cache_dirs()[-1]),
     ):
-        knobs = SimpleNamespace(cache=SimpleNamespace(home_dir=given))
+        knobs = SimpleNamespace(cache=SimpleNamespace(home_dir=home))
         _give_home(knobs)
         assert knobs.cache.home_dir == str(expected)
     _give_home(None)
@@ -348,7 +348,7 @@ def test_of_several_first_compilations_one_compiles_and_the_others_say_that_they
 
 @needs_compiler
 @pytest.mark.usefixtures("forgetful")
-def test_a_compilation_says_what_it_does_and_how_long_it_took_and_a_load_says_nothing(
+def test_a_compilation_logs_its_duration_and_a_load_logs_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -377,11 +377,11 @@ def test_flags_that_the_compiler_refuses_are_found_out_before_a_word_is_said(
 
 @needs_compiler
 @pytest.mark.usefixtures("forgetful")
-def test_a_level_that_an_old_compiler_refuses_gives_way_to_a_slower_one_unless_it_was_asked_for(
+def test_a_level_that_an_old_compiler_refuses_gives_way_to_a_slower_one_unless_it_was_set(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def load(wanted: list[Library]) -> list[Any]:
-        if wanted[0].level != "baseline":
+    def load(requested: list[Library]) -> list[Any]:
+        if requested[0].level != "baseline":
             raise CompilerError("unrecognized option")
         return []
 

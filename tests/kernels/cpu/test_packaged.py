@@ -24,7 +24,7 @@ SELECT = Library("baseline", "select.cpp")
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the build hook puts into a wheel, of one source instead of all."""
+    """Build a wheel with one source instead of all."""
     folder = tmp_path_factory.mktemp("lib")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(libraries, "KERNELS", ("select.cpp",))
@@ -34,7 +34,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wheel: Path) -> Iterator[None]:
-    """An installed wheel on a machine without a compiler."""
+    """Simulate an installed wheel on a machine without a compiler."""
     forget()
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -60,7 +60,7 @@ def test_they_are_loaded_without_a_compiler_and_without_a_word(
     assert not (tmp_path / "cache").exists()
 
 
-def test_what_the_processor_has_is_told_by_the_wheel() -> None:
+def test_the_wheel_detects_the_extensions_of_the_processor() -> None:
     assert build.supported_levels()[0] == "baseline"
 
 
@@ -78,11 +78,11 @@ def test_those_of_other_sources_or_flags_are_not_loaded(changed: str, monkeypatc
 def test_a_damaged_one_is_named_and_not_loaded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wheel: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole = SELECT.find(wheel)
-    assert whole is not None
-    damaged = tmp_path / "lib" / "baseline" / whole.name
+    library = SELECT.find(wheel)
+    assert library is not None
+    damaged = tmp_path / "lib" / "baseline" / library.name
     damaged.parent.mkdir(parents=True)
-    damaged.write_bytes(whole.read_bytes()[:-100])
+    damaged.write_bytes(library.read_bytes()[:-100])
     monkeypatch.setattr(libraries, "PACKAGED", tmp_path / "lib")
     with (
         caplog.at_level(logging.WARNING, logger="kvpress"),
@@ -95,21 +95,21 @@ def test_a_damaged_one_is_named_and_not_loaded(
 def test_one_that_this_system_cannot_load_is_compiled_instead(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wheel: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole = SELECT.find(wheel)
-    assert whole is not None
+    library = SELECT.find(wheel)
+    assert library is not None
     (tmp_path / "lib" / "baseline").mkdir(parents=True)
     foreign = tmp_path / "lib" / "baseline" / "foreign"
     foreign.write_bytes(b"of a newer system")
-    name = whole.name.rsplit("-", 1)[0]
+    name = library.name.rsplit("-", 1)[0]
     foreign = foreign.rename(foreign.with_name(f"{name}-{libraries.digest(foreign)}.so"))
     monkeypatch.setattr(libraries, "PACKAGED", tmp_path / "lib")
     monkeypatch.delenv("CXX")
     with caplog.at_level(logging.WARNING, logger="kvpress"):
         (loaded,) = build._load([SELECT])
     assert loaded.kvpress_select
-    said = messages(caplog)
-    assert said[0].startswith(f"{foreign} cannot be loaded here, so it is compiled: ")
-    assert [line.split()[0] for line in said[1:]] == ["compiling", "compiled"]
+    logged = messages(caplog)
+    assert logged[0].startswith(f"{foreign} cannot be loaded here, so it is compiled: ")
+    assert [line.split()[0] for line in logged[1:]] == ["compiling", "compiled"]
 
 
 def test_levels_that_the_compiler_refuses_are_left_out_of_the_wheel(

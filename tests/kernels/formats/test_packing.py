@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packing is exact, pure and as dense as it says."""
+"""Packing is exact and pure, and uses the stated number of bits."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def test_matches_reference(dtype: torch.dtype, dim: int, queries: tuple[int, int
 
 
 def options(name: str, streams: int, queries: int) -> tuple[Options, dict[str, Tensor]]:
-    """Options of the logits, and arrays per query."""
+    """Return options of the logits, and arrays per query."""
     rows = (streams, queries)
     return {
         "plain": (Options(0.2), {}),
@@ -85,7 +85,7 @@ def test_huge_and_tiny_logits() -> None:
     for scale in (0.0, -0.3, 60.0):
         keys = torch.randn(s.rows, 32)
         args = (s.q, dense(keys, keys), s.where, Options(scale))
-        # Logits of several hundred carry an error of 1e-5 each, and so do their exponentials.
+        # Logits of several hundred have an error of 1e-5, and so do their exponentials.
         assert relative_error(column_mass(*args), reference.receive(*args, "sum")) < 3e-4
 
 

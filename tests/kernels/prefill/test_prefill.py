@@ -39,7 +39,7 @@ class Problem:
     scale: float = 0.3
 
     def expected(self) -> tuple[Tensor, Tensor]:
-        """Outputs and log-sum-exp by a mask."""
+        """Return outputs and log-sum-exps computed with a mask."""
         new, total, group = self.q.shape[2], self.keys.shape[2], self.q.shape[1] // self.keys.shape[1]
         logits = self.q.float() @ self.keys.float().repeat_interleave(group, dim=1).transpose(-1, -2) * self.scale
         if self.softcap is not None:
@@ -51,7 +51,7 @@ class Problem:
         return weights @ self.values.float().repeat_interleave(group, dim=1), logits.logsumexp(dim=-1)
 
     def lists(self) -> tuple[Any, ...]:
-        """Arguments of a back end."""
+        """Return the arguments of a back end."""
         lists = self.tiles.lists(self.q.shape[2], self.keys.shape[2])
         return self.q, self.keys, self.values, lists, self.real, self.scale, self.softcap
 
@@ -60,7 +60,7 @@ def problem(
     size: str, dtype: torch.dtype = torch.float32, dims: tuple[int, int] = (64, 64), group: int = 2, density: float = 0.4,
     columns: float | None = None, pads: int = 0, softcap: float | None = None,
 ) -> Problem:  # fmt: skip
-    """Two rows of two kv heads, of which the second row may begin with pads."""
+    """Return two rows of two kv heads; the second row may begin with padding."""
     new, total, block = SIZES[size]
     chosen = torch.rand(2, 2 * group, -(-new // block), -(-total // block)) < density
     single = None if columns is None else torch.rand(2, 2 * group, total) < columns
@@ -70,9 +70,9 @@ def problem(
     return Problem(q, keys, values, Tiles(chosen, block, single), real, softcap)
 
 
-def assert_same(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
-    assert relative_error(found[0], expected[0]) < 1e-5
-    torch.testing.assert_close(found[1], expected[1], atol=1e-4, rtol=1e-5)
+def assert_same(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
+    assert relative_error(actual[0], expected[0]) < 1e-5
+    torch.testing.assert_close(actual[1], expected[1], atol=1e-4, rtol=1e-5)
 
 
 @needs_compiler
@@ -114,21 +114,21 @@ def test_no_tiles_leave_the_diagonal_and_columns_of_the_future_stay_hidden() -> 
     dense = Tiles(torch.ones_like(case.tiles.chosen), 64)
     assert_same((out, lse), block_prefill(case.q, case.keys, case.values, dense, scale=case.scale))
     alone = Tiles(case.tiles.chosen, 64)
-    own = block_prefill(case.q[:, :, 64:128], case.keys[:, :, 64:128], case.values[:, :, 64:128],
+    diagonal = block_prefill(case.q[:, :, 64:128], case.keys[:, :, 64:128], case.values[:, :, 64:128],
                         Tiles(alone.chosen[:, :, :1, :1], 64), scale=case.scale)  # fmt: skip
     out, lse = block_prefill(case.q, case.keys, case.values, alone, scale=case.scale)
-    assert_same((out[:, :, 64:128], lse[:, :, 64:128]), own)
+    assert_same((out[:, :, 64:128], lse[:, :, 64:128]), diagonal)
 
 
 def test_sinks_take_part_in_the_softmax() -> None:
     case, sinks = problem("last"), torch.randn(4)
     out, lse = case.expected()
-    whole = torch.logaddexp(lse, sinks[:, None].expand_as(lse))
-    found = block_prefill(case.q, case.keys, case.values, case.tiles, scale=case.scale, sinks=sinks)
-    assert_same(found, (out * (lse - whole).exp()[..., None], whole))
+    total = torch.logaddexp(lse, sinks[:, None].expand_as(lse))
+    result = block_prefill(case.q, case.keys, case.values, case.tiles, scale=case.scale, sinks=sinks)
+    assert_same(result, (out * (lse - total).exp()[..., None], total))
 
 
-def test_strided_keys_and_what_is_not_read_do_not_matter() -> None:
+def test_strides_of_keys_and_unread_memory_do_not_matter() -> None:
     case = problem("whole", columns=0.05, pads=37)
     expected = case.expected()
     wide = [torch.full((2, 300, 2, 100), torch.nan).transpose(1, 2) for _ in range(2)]
@@ -153,10 +153,10 @@ def test_huge_logits_and_counting() -> None:
     case = problem("last")
     case.scale = 200.0
     reset_counters()
-    found = block_prefill(case.q, case.keys, case.values, case.tiles, scale=case.scale)
+    result = block_prefill(case.q, case.keys, case.values, case.tiles, scale=case.scale)
     assert counters() == {"block_prefill": 1}
-    assert relative_error(found[0], case.expected()[0]) < 1e-2  # logits of thousands carry an error of 1e-4
-    assert found[0].isfinite().all()
+    assert relative_error(result[0], case.expected()[0]) < 1e-2  # logits of thousands have an error of 1e-4
+    assert result[0].isfinite().all()
 
 
 BAD: dict[str, dict[str, Any]] = {

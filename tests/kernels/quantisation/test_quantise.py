@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantisation: every level gives the bits of the reference, and the reference gives the nearest levels."""
+"""Quantisation: every level gives the bits of the reference, and the reference rounds to the nearest values."""
 
 from __future__ import annotations
 

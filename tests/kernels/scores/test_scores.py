@@ -55,7 +55,7 @@ def test_labels_match_reference(dtype: torch.dtype, width: int, reduce: str) -> 
 
 
 def exact_scores(s: Streams, labels: Packed, values: Tensor, reduce: str) -> tuple[Tensor, Tensor]:
-    """Scores of quantised labels in float64 and the error that the contract allows them, -inf and 0 past a stream."""
+    """Return scores of quantised labels in float64 and the error that the contract allows; -inf and 0 past a stream."""
     zero, values = labels.zero.double(), values.double()
     sizes = (values - zero + zero.abs()).sum(1)
     exact = torch.full((len(s.lengths), int(s.lengths.max())), float("-inf"), dtype=torch.float64)
@@ -82,7 +82,7 @@ def test_quantised_labels_keep_their_error_bound(
     s = streams([*LENGTHS, 1000], queries, width, DTYPES[dtype])
     s.q[2] = 0
     x = torch.randn(s.rows, width) + torch.randn(s.rows, 1)
-    x[40:60] = 1.5  # labels of equal channels have scale 0
+    x[40:60] = 1.5  # labels with equal channels have scale 0
     labels, values = quantise(x, bits, (1, width), torch.float32 if dtype == 0 else torch.float16)
     ours = cpu.score(s.q, None, labels, s.where, reduce, 1000, level).double()
     exact, allowed = exact_scores(s, labels, values, reduce)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows chosen by labels whose scores are not held, against the scores and the choice apart."""
+"""Rows chosen by labels without storing the scores, against scores and choice in two calls."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ def test_every_level_chooses_as_from_scores_that_are_held(level: str, kind: str,
     s = streams(LENGTHS, 5, WIDTH, dtype)
     labels = labels_of(kind, s.rows)
     scores = scores_cpu.score(s.q, None, labels, s.where, reduce, 5001, level)
-    most = torch.tensor([min(20 + 3 * n, 40) for n in range(len(LENGTHS))])
-    for asked in ((40, 0, 0, None), (40, 4, 9, None), (40, 4, 9, most), (6000, 0, 0, None)):
-        k, first, last, each = asked
-        ours = cpu.choose_by_labels(s.q, labels, s.where, k, reduce, 5001, first, last, each, level)
-        assert all(map(torch.equal, ours, cpu.choose(scores, s.where, k, first, last, each, level)))
+    limits = torch.tensor([min(20 + 3 * n, 40) for n in range(len(LENGTHS))])
+    for case in ((40, 0, 0, None), (40, 4, 9, None), (40, 4, 9, limits), (6000, 0, 0, None)):
+        k, first, last, counts = case
+        ours = cpu.choose_by_labels(s.q, labels, s.where, k, reduce, 5001, first, last, counts, level)
+        assert all(map(torch.equal, ours, cpu.choose(scores, s.where, k, first, last, counts, level)))
 
 
 @needs_compiler
 def test_scores_are_held_where_there_are_more_threads_than_streams() -> None:
     s = streams([700, 900], 4, WIDTH)
     labels = labels_of("int4", s.rows)
-    found, threads = [], torch.get_num_threads()
+    chosen, threads = [], torch.get_num_threads()
     for count, names in ((1, {"label_rows": 1}), (2, {"label_rows": 1}), (3, {"label_scores": 1, "top_rows": 1})):
         reset_counters()
         torch.set_num_threads(count)
         try:
-            found.append(label_rows(s.q, labels, s.where, 50, first=4, last=2))
+            chosen.append(label_rows(s.q, labels, s.where, 50, first=4, last=2))
         finally:
             torch.set_num_threads(threads)
         assert counters() == names
-    assert all(map(torch.equal, found[0], found[1]))
-    assert all(map(torch.equal, found[0], found[2]))
+    assert all(map(torch.equal, chosen[0], chosen[1]))
+    assert all(map(torch.equal, chosen[0], chosen[2]))
 
 
 @needs_compiler

@@ -20,7 +20,7 @@ FORCED = [(0, 0), (4, 0), (0, 9), (4, 9), (20, 20)]
 
 
 def drawn(kind: str, lengths: list[int], capacity: int) -> Tensor:
-    """Scores of one kind; past the end of a stream they are the largest of all."""
+    """Return scores of one kind; past the end of a stream they are the largest of all."""
     shape = (len(lengths), capacity)
     normal = torch.randn(shape)
     scores = {
@@ -55,7 +55,7 @@ KINDS = [
 
 
 def expected(scores: Tensor, start: int, length: int, k: int, first: int = 0, last: int = 0) -> list[int]:
-    """Rows of one stream by sorting (NaN last, then larger score, then lower row)."""
+    """Return the rows of one stream by sorting (NaN last, then larger score, then lower row)."""
     values = scores[:length].tolist()
     forced = {i for i in range(length) if i < first or i >= length - last}
     free = sorted(set(range(length)) - forced, key=lambda i: (values[i] != values[i], -values[i], i))
@@ -67,8 +67,8 @@ def assert_chosen(ours: tuple[Tensor, Tensor], scores: Tensor, starts: Tensor, l
     assert rows.dtype == torch.int32
     assert rows.shape == (len(scores), min(args[0], scores.shape[1]))
     for n, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
-        wanted = expected(scores[n], start, length, *args)
-        assert rows[n, : counts[n]].tolist() == wanted
+        best = expected(scores[n], start, length, *args)
+        assert rows[n, : counts[n]].tolist() == best
         assert not rows[n, counts[n] :].any()
 
 
@@ -91,12 +91,12 @@ def test_every_level_chooses_the_largest(level: str, kind: str) -> None:
 @pytest.mark.parametrize("level", [None, *LEVELS])
 def test_streams_may_choose_different_numbers(level: str | None) -> None:
     starts, lengths = placed(LENGTHS)
-    scores, most = drawn("ties", LENGTHS, 5001), torch.tensor([40, 13, 39, 13, 40, 13, 20, 30, 40, 17])
-    args = (scores, Ranges(starts, lengths), 40, 4, 9, most)
+    scores, limits = drawn("ties", LENGTHS, 5001), torch.tensor([40, 13, 39, 13, 40, 13, 20, 30, 40, 17])
+    args = (scores, Ranges(starts, lengths), 40, 4, 9, limits)
     rows, counts = cpu.choose(*args, level) if level else reference.choose(*args)
-    assert counts.tolist() == torch.minimum(lengths, most).tolist()
+    assert counts.tolist() == torch.minimum(lengths, limits).tolist()
     for n, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
-        assert rows[n, : counts[n]].tolist() == expected(scores[n], start, length, int(most[n]), 4, 9)
+        assert rows[n, : counts[n]].tolist() == expected(scores[n], start, length, int(limits[n]), 4, 9)
         assert not rows[n, counts[n] :].any()
 
 
@@ -123,9 +123,9 @@ def test_threads_and_strides_do_not_matter() -> None:
     wide = torch.full((len(LENGTHS), 6000), INF)
     wide[:, 100:5101] = drawn("ties", LENGTHS, 5001)
     scores = wide[:, 100:5101]
-    whole = top_rows(scores.contiguous(), Ranges(starts, lengths), 40)
+    contiguous = top_rows(scores.contiguous(), Ranges(starts, lengths), 40)
     torch.set_num_threads(2)
-    assert all(map(torch.equal, top_rows(scores, Ranges(starts, lengths), 40), whole))
+    assert all(map(torch.equal, top_rows(scores, Ranges(starts, lengths), 40), contiguous))
 
 
 def test_nothing_to_choose_from() -> None:

@@ -28,21 +28,21 @@ SIZES = {
 
 
 def problem(size: str, dtype: torch.dtype, dim: int, group: int) -> tuple[Any, ...]:
-    """Queries of two kv heads; each sees one key more than the one before it, the first ones of "few keys" none."""
+    """Return queries of two kv heads; each sees one key more than the previous one, the first ones of "few keys" none."""
     queries, count, tile = SIZES[size]
     q, keys = torch.randn(2 * group, queries, dim).to(dtype), torch.randn(2, count, dim).to(dtype)
     return q, keys, torch.arange(count - queries, count), tile
 
 
 def expected(q: Tensor, keys: Tensor, last: Tensor, tile: tuple[int, int]) -> Tensor:
-    """Sum the weights `[H, M, K]` over whole blocks, a pair at a time."""
+    """Sum the weights `[H, M, K]` over whole tiles, a pair at a time."""
     logits = q.double() @ keys.double().repeat_interleave(len(q) // len(keys), dim=0).transpose(1, 2) * SCALE
     weights = logits.masked_fill(torch.arange(keys.shape[1]) > last[:, None], -torch.inf).softmax(-1).nan_to_num(0)
-    found = torch.zeros(len(q), -(-q.shape[1] // tile[0]), -(-keys.shape[1] // tile[1]), dtype=torch.float64)
+    mass = torch.zeros(len(q), -(-q.shape[1] // tile[0]), -(-keys.shape[1] // tile[1]), dtype=torch.float64)
     for m in range(q.shape[1]):
         for k in range(keys.shape[1]):
-            found[:, m // tile[0], k // tile[1]] += weights[:, m, k]
-    return found
+            mass[:, m // tile[0], k // tile[1]] += weights[:, m, k]
+    return mass
 
 
 @needs_compiler
@@ -55,20 +55,20 @@ def test_every_level_sums_the_softmax(level: str, dtype: torch.dtype, size: str,
 @every_pair(dtype=DTYPES, size=list(SIZES))
 def test_the_reference_sums_the_softmax(dtype: torch.dtype, size: str, monkeypatch: pytest.MonkeyPatch) -> None:
     args = problem(size, dtype, 24, 2)
-    whole = reference.receive(*args, SCALE)
-    # Its products are rounded to the dtype of the queries.
-    assert relative_error(whole, expected(*args)) < (1e-5 if dtype == torch.float32 else 0.02)
+    mass = reference.receive(*args, SCALE)
+    # The reference rounds its products to the dtype of the queries.
+    assert relative_error(mass, expected(*args)) < (1e-5 if dtype == torch.float32 else 0.02)
     monkeypatch.setattr(reference, "CHUNK", 1)
-    assert relative_error(reference.receive(*args, SCALE), whole) < (1e-5 if dtype == torch.float32 else 0.02)
+    assert relative_error(reference.receive(*args, SCALE), mass) < (1e-5 if dtype == torch.float32 else 0.02)
 
 
 def test_neither_strides_nor_threads_change_the_result() -> None:
     q, keys, last, tile = problem("wide", torch.float32, 64, 4)
-    whole = tile_mass(q, keys, last, tile, scale=SCALE)
+    contiguous = tile_mass(q, keys, last, tile, scale=SCALE)
     strided = torch.randn(2, 200, 90)[..., 10:74].copy_(keys)
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        assert torch.equal(tile_mass(q, strided, last, tile, scale=SCALE), whole)
+        assert torch.equal(tile_mass(q, strided, last, tile, scale=SCALE), contiguous)
     torch.set_num_threads(1)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collected only where triton interprets, see ``test_interpreted.py``; every output is poisoned and fenced."""
+"""Collected only where triton interprets, see ``test_interpreted.py``; every output is filled with NaN and fenced."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MARGIN = 256
 
 @pytest.fixture(autouse=True)
 def fenced_outputs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whatever a launcher allocates starts as NaN between two fences that must stand when the test ends."""
+    """Fill the memory that a launcher allocates with NaN, between two fences that must be intact when the test ends."""
     buffers: list[Tensor] = []
     plain = Tensor.new_empty
 
@@ -44,16 +44,16 @@ def fenced_outputs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def language_patched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launch patches Triton's language once for each module, not again for every function that a program calls.
+    """Patch Triton's language once for each module and launch, not again for every function that a program calls.
 
-    The search for what to patch takes a third of the time of all tests here, and finds nothing the second time.
+    The search for names to patch takes a third of the time of all tests here, and finds nothing the second time.
     """
     interpreter = importlib.import_module("triton.runtime.interpreter")
     patch, patched = interpreter._patch_lang, set[int]()
 
     def once(function: Callable[..., Any]) -> Any:
         if id(function.__globals__) in patched:
-            return None  # of a function that a program calls: only launches restore what they patched
+            return None  # a called function needs no scope: only launches restore the names that they patched
         scope = patch(function)
         restore = scope.restore
 
@@ -70,6 +70,6 @@ def language_patched_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def sums_of_integers_unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Integers are not summed a second time in 64 bits: no index here is near 2**31, and that takes a third of the time."""
+    """Skip the second sum of integers in 64 bits: no index here is near 2**31, and it takes a third of the time."""
     builder = importlib.import_module("triton.runtime.interpreter").interpreter_builder
     monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))

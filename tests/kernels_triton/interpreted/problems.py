@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fenced storage and the tolerance that every kernel is held to."""
+"""Fenced storage and the tolerance of every kernel."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ LENGTHS = [0, 1, 17, 63, 129]
 
 
 def poison(s: Streams, *tensors: Tensor) -> None:
-    """Make every stored row that no stream uses not a number."""
+    """Fill every stored row that no stream uses with NaN."""
     for tensor in tensors:
         tensor[s.unused()] = float("nan")
 
 
 def lowest_precision(q: Tensor, rows: Rows, where: Where, scale: float, dtype: torch.dtype) -> Tensor:
-    """What torch computes when queries, keys, weights and values are all of one dtype."""
+    """Return the result of torch with queries, keys, weights and values of one dtype."""
     out = torch.zeros(*q.shape[:2], rows.values.channels)
     for n, numbers in enumerate(where.numbers()):
         if len(numbers):
@@ -30,7 +30,7 @@ def lowest_precision(q: Tensor, rows: Rows, where: Where, scale: float, dtype: t
 
 
 def assert_close(ours: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], rounded: Tensor) -> None:
-    """At most twice the error of torch in the same dtype, and a log-sum-exp to match."""
+    """Allow at most twice the error of torch in the same dtype, and compare log-sum-exps."""
     out, lse = ours
     allowed = 2 * (rounded - expected[0]).abs().max() + 1e-6 * expected[0].abs().max()
     assert not out.isnan().any()

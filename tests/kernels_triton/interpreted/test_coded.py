@@ -18,7 +18,7 @@ from tests.pairwise import every_pair
 
 
 def rotary(s: Streams, half: int, listed: bool = True) -> Rotary:
-    """Scattered positions in five blocks, or runs that cross them."""
+    """Return scattered positions in five blocks, or runs that cross them."""
     tables = (10 * torch.rand(size, half) for size in (5, STEP))
     coarse, fine = (torch.stack([angle.cos(), angle.sin()], dim=1) for angle in tables)
     if not listed:
@@ -71,7 +71,7 @@ def test_keys_are_rotated_as_they_are_read(
     s = streams(LENGTHS, 4, dim, dtype)
     keys, values = (coded(s.rows, dim, c, bits, books=1, dtype=dtype) for c in (coupled, 1 if bits < 8 else 2))
     turn, unused = rotary(s, half, listed), s.unused()
-    for side in (keys, values):  # rows of no stream name no entry of any book
+    for side in (keys, values):  # rows of no stream have codes past every codebook
         side.codes[unused] = 255
     if turn.positions is not None:
         turn.positions[unused] = 2**31 - 1

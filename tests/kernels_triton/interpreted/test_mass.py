@@ -35,11 +35,11 @@ def test_matches_reference(statistic: Any, dim: int, queries: int, options: dict
         assert relative_error(receive(*args), reference.receive(*args)) < 1e-5
 
 
-@pytest.mark.parametrize("given", ["lse", "sinks", "query_weight"])
-def test_options_per_query(given: str) -> None:
+@pytest.mark.parametrize("name", ["lse", "sinks", "query_weight"])
+def test_options_per_query(name: str) -> None:
     s = streams([65, 0, 30], 6, 64)
     keys = torch.randn(s.rows, 64)
-    option = {given: torch.rand(3, 6) * (torch.rand(3, 6) < 0.5) if given == "query_weight" else 5 + torch.randn(3, 6)}
+    option = {name: torch.rand(3, 6) * (torch.rand(3, 6) < 0.5) if name == "query_weight" else 5 + torch.randn(3, 6)}
     options = Options(0.2, sinks=option.pop("sinks", None))
     args = (s.q, dense(keys, keys, torch.randn(s.rows)), s.where, options, "sum")
     assert relative_error(receive(*args, **option), reference.receive(*args, **option)) < 1e-5

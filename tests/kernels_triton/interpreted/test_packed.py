@@ -70,7 +70,7 @@ def test_options(options: dict[str, Any]) -> None:
 
 
 def random_lengths(rows: int, groups: int) -> Tensor:
-    """As many rows of each group as evictions may leave, none of some."""
+    """Return as many rows of each group as evictions may leave, none of some."""
     return torch.randint(0, groups, (rows,)).bincount(minlength=groups).int()
 
 

@@ -11,7 +11,7 @@ from kvpress.kernels import dispatch
 from tests.quant.test_aquakv import DIM, codec, encode, pairs
 
 
-def test_what_keys_predict_is_added_to_the_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_predictions_from_keys_are_added_to_the_residuals(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = (19, 5)
     stored = encode(codec(), pairs(lengths=lengths), turned=True)
     queries, logits = torch.randn(len(lengths), 2, DIM), Logits(0.2)
@@ -19,11 +19,11 @@ def test_what_keys_predict_is_added_to_the_rests(monkeypatch: pytest.MonkeyPatch
     rows, counts = rows + stored.layout.starts_tensor[:, None], torch.tensor([5, 3])
     monkeypatch.setattr(dispatch.launch, "available", lambda storage: False)
     monkeypatch.setattr(dispatch.device, "available", lambda storage: True)
-    found = stored.attend(queries, logits), stored.attend_rows(queries, logits, rows, counts)
+    results = stored.attend(queries, logits), stored.attend_rows(queries, logits, rows, counts)
     keys, values = stored.read(slice(None))
     for n in range(len(lengths)):
-        for ours, own in zip(found, (stored.layout.rows(n), rows[n, : counts[n]]), strict=True):
-            expected = attend(queries[n : n + 1], keys[own][None], values[own][None], logits)
-            for one, other in zip(ours, expected, strict=True):
-                # Keys, rests and their weights are rounded to 16 bits.
-                torch.testing.assert_close(one[n], other[0], atol=2e-3, rtol=2e-3)
+        for ours, row_numbers in zip(results, (stored.layout.rows(n), rows[n, : counts[n]]), strict=True):
+            expected = attend(queries[n : n + 1], keys[row_numbers][None], values[row_numbers][None], logits)
+            for actual, reference in zip(ours, expected, strict=True):
+                # Keys, residuals and their weights are rounded to 16 bits.
+                torch.testing.assert_close(actual[n], reference[0], atol=2e-3, rtol=2e-3)

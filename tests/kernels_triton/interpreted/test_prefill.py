@@ -36,23 +36,23 @@ def test_is_the_masked_softmax(
 def test_weights_of_16_bits_lose_no_more_than_their_rounding() -> None:
     case = problem("last", torch.float16, columns=0.2, pads=37)
     out, lse = attend(*case.lists())
-    expected, whole = case.expected()
+    expected, expected_lse = case.expected()
     assert relative_error(out, expected) < 1e-3
-    torch.testing.assert_close(lse, whole, atol=1e-3, rtol=0)
+    torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=0)
 
 
 def test_keys_and_values_may_be_views_of_a_longer_cache() -> None:
     case = problem("last", columns=0.2)
     longer = [torch.full((2, 2, 400, 64), float("nan")) for _ in range(2)]
-    for whole, part in zip(longer, (case.keys, case.values), strict=True):
-        whole[:, :, 100:250] = part
-    keys, values = (whole[:, :, 100:250] for whole in longer)
-    q, _, _, *rest = case.lists()
-    assert_same(attend(q, keys, values, *rest), case.expected())
+    for buffer, part in zip(longer, (case.keys, case.values), strict=True):
+        buffer[:, :, 100:250] = part
+    keys, values = (buffer[:, :, 100:250] for buffer in longer)
+    q, _, _, *lists = case.lists()
+    assert_same(attend(q, keys, values, *lists), case.expected())
 
 
 def test_a_column_in_a_listed_tile_is_read_once() -> None:
-    """Every column is single, every other tile is listed too: all pairs of the past, each with one weight."""
+    """Every column is single, every other tile is listed too: each pair of the past must have one weight."""
     case = problem("odd", group=1)
     chosen = torch.zeros_like(case.tiles.chosen)
     chosen[..., ::2] = True
@@ -68,8 +68,8 @@ def test_the_operator_runs_it_where_triton_serves(monkeypatch: pytest.MonkeyPatc
     case, sinks = problem("odd", columns=0.3, pads=37), torch.randn(4)
     calls = []
     monkeypatch.setattr(triton, "attend", lambda *args: calls.append(args) or attend(*args))
-    found = block_prefill(
+    result = block_prefill(
         case.q, case.keys, case.values, case.tiles, scale=case.scale, real=case.real, sinks=sinks
     )  # fmt: skip
     assert len(calls) == 1
-    assert_same(found, with_sinks(*case.expected(), sinks.view(-1, 1).expand(2, 4, 77)))
+    assert_same(result, with_sinks(*case.expected(), sinks.view(-1, 1).expand(2, 4, 77)))

@@ -73,8 +73,8 @@ def test_labels_with_a_zero_point_match_reference(bits: int, width: int) -> None
 def test_rows_past_the_capacity_are_not_scored() -> None:
     s = streams([5, 60], 4, 16)
     labels = Dense(torch.randn(s.rows, 16))
-    whole = score(s.q, None, labels, s.where, "max", 60)
-    assert torch.equal(score(s.q, None, labels, s.where, "max", 20), whole[:, :20])
+    scores = score(s.q, None, labels, s.where, "max", 60)
+    assert torch.equal(score(s.q, None, labels, s.where, "max", 20), scores[:, :20])
 
 
 def test_nothing_to_do() -> None:
