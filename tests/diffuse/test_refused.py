@@ -97,7 +97,9 @@ def test_every_evicting_press_evicts_around_a_block_or_is_refused(name: str) -> 
 
 def test_unsuitable_models_are_refused() -> None:
     refused(tiny_model("qwen3_next"), NotImplementedError, "the causal mask .* has linear_attention layers")
-    refused(tiny_model("mistral"), ValueError, "window of 8 tokens, .* prompt and new tokens are 28: keep them within 8")
+    refused(
+        tiny_model("mistral"), ValueError, "window of 8 tokens, .* prompt and new tokens are 28: keep them within 8"
+    )
     refused(tiny_model("gemma3_text"), ValueError, "keep them within 8")
 
 
