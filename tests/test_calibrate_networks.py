@@ -233,6 +233,6 @@ def test_the_command_trains_networks(tmp_path: Path) -> None:
     model, _ = kvpress.load_model("reference")
     report = kvpress.memory_report(prefill(model, kvpress.KVzapPress(0.5, weights=str(out)), tokens(1, 60)))
     assert report.kept < report.seen
-    refused = CliRunner().invoke(app, [*arguments, *sizes, "--kind", "deep"])
+    refused = CliRunner().invoke(app, [*arguments, *sizes, "--kind", "deep", "--force"])
     assert refused.exit_code == 2
     assert "kind must be" in " ".join(refused.output.split())

@@ -40,7 +40,7 @@ def test_every_decode_step_runs_the_kernels(
     model = copy.deepcopy(tiny_model("llama")).to(dtype)
     ids, mask = padded_batch([300, 210]) if padded else (tokens(2, 300), None)
     press = kvpress.get_press(spec)
-    for module in ("attended", "window"):
+    for module in ("segment_attention", "window"):
         monkeypatch.setattr(f"kvpress.cache.{module}.attend", fail)
     kernels.reset_counters()
     with press(model):

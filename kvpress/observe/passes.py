@@ -83,7 +83,7 @@ class ReadRow:
 
 
 class PassReader(Protocol):
-    """Runs the decoder on further tokens of a cache, without compression (`kvpress.hf.Session`)."""
+    """Runs the decoder on further tokens of a cache, without compression (`kvpress.hf.session.session.Session`)."""
 
     model: Any
 

@@ -54,7 +54,7 @@ def _check_mask(layers: list[PressLayer], mask: Tensor | None) -> None:
             if layer.padded and store.window.length:
                 raise ValueError(
                     "rows of this cache were padded, so a branch needs attention_mask=, which marks the real tokens among all "
-                    f"{store.seen}"
+                    f"{store.seen} tokens"
                 )
         elif tuple(mask.shape) != (store.batch, store.seen):
             raise ValueError(
