@@ -147,7 +147,7 @@ def methods_page(entries: Sequence[Entry]) -> str:
             "## Left out of the suites of all presses",
             "Every evicting press brings specs for these suites (`cases` at its registration): decoding equals "
             "full attention with exactly the evicted pairs masked (mask oracle), padded rows equal rows alone, later turns, "
-            "chunked prefill, no state in the press, bytes held. The table lists the exceptions and the tests that replace them:",
+            "chunked prefill, no state in the press, bytes held. The table lists exceptions and the tests that replace them:",
             _table(("press", "suite", "settings", "why"), exempt),
             "## Refused",
             "Each of these raises an error that names the fix, as early as possible:",

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks of `mkdocs build`: copy files outside of this folder that pages link to into the site.
 
-On the repository a page links to `../benchmarks/results/frontier.json`. The site has a copy of that file below `repository/`, and
-its pages link to the copy. A link to a file that does not exist stays as it is, so that the build fails.
+On the repository a page links to `../benchmarks/results/frontier.json`. The site has a copy of that file below `repository/`,
+and its pages link to the copy. A link to a file that does not exist stays as it is, so that the build fails.
 """
 
 from __future__ import annotations
