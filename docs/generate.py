@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the pages that say what the code says: one per press and per command, the table of methods, and the index.
+"""Write the pages made from the code: one per press and per command, the table of methods, and the index.
 
 python docs/generate.py
 """
@@ -42,16 +42,16 @@ EXAMPLES = {
     "lm-eval": "kvpress lm-eval --model reference --tasks gsm8k --press none --press snapkv:0.5",
     "demo": "kvpress demo --out runs/demo",
 }
-"""A line that shows how each command is used."""
+"""One example per command."""
 
 ALL_REFUSE = (
-    "caches of a fixed size (`StaticCache`): storage has to shrink; caches that store pairs in a way of their own "
+    "caches of a fixed size (`StaticCache`), because storage has to shrink, and caches with their own storage format "
     "(`QuantizedCache`)",
     "attention masks of 4 dimensions; padding is a 2-dimensional mask of real tokens",
     "models that do not call the attention interface of transformers, or pass it arguments that change the attention in a way "
-    "compressed attention does not know",
+    "that compressed attention does not support",
 )
-"""What no press works with."""
+"""Inputs and models that every press refuses."""
 
 BASES = {
     "Presses": ("core.press.BasePress", "core.press.ScorerPress", "core.press.WrapperPress"),
@@ -59,7 +59,7 @@ BASES = {
         "core.recipe.Recipe", "core.recipe.Eviction", "core.scoring.ByScore", "core.scoring.Scored", "core.amount.Amount",
         "core.amount.Schedule", "core.recipe.Allocator", "core.recipe.Rewritten",
     ),
-    "What a method sees": (
+    "Inputs of a method": (
         "observe.view.View", "observe.call.LayerCall", "observe.call.AttentionLayer", "observe.call.NewTokens",
         "observe.observer.Observer", "observe.observer.Wanted", "core.model.ModelFacts", "core.model.LayerFacts",
     ),
@@ -68,37 +68,37 @@ BASES = {
         "core.pattern.Pattern",
     ),
 }  # fmt: skip
-"""The classes that methods build on, below `kvpress`."""
+"""Classes that methods build on, as paths below `kvpress`."""
 
 _ROLES = {
-    "baseline": "what others are compared with",
+    "baseline": "a baseline for comparison",
     "evict": "keeps fewer pairs",
-    "budget": "decides how many pairs each layer or head keeps",
-    "schedule": "decides when, or puts presses together",
+    "budget": "sets how many pairs each layer or head keeps",
+    "schedule": "sets when pairs are evicted, or combines presses",
     "quantise": "stores pairs in fewer bits",
-    "select": "reads fewer pairs",
-    "prefill": "reads a part of a prompt for each of its tokens, while the prompt is read",
+    "select": "reads fewer pairs in each decode step",
+    "prefill": "computes part of the attention of a prompt",
 }
 
 
 def pages() -> dict[str, str]:
     """Return the text of every generated page by its path below this folder."""
     entries = kvpress.list_presses()
-    written = {f"presses/{entry.name}.md": press_page(entry) for entry in entries}
-    written["presses/README.md"] = methods_page(entries)
+    texts = {f"presses/{entry.name}.md": press_page(entry) for entry in entries}
+    texts["presses/README.md"] = methods_page(entries)
     commands = _commands()
-    written |= {f"commands/{name}.md": command_page(name, command) for name, command in commands.items()}
-    written |= api_pages(entries)
-    written["README.md"] = index_page(entries, commands)
-    return {name: text.rstrip() + "\n" for name, text in written.items()}
+    texts |= {f"commands/{name}.md": command_page(name, command) for name, command in commands.items()}
+    texts |= api_pages(entries)
+    texts["README.md"] = index_page(entries, commands)
+    return {name: text.rstrip() + "\n" for name, text in texts.items()}
 
 
 def press_page(entry: Entry) -> str:
-    """Return what there is to know about one press."""
+    """Return the page of one press."""
     doc = Docstring.of(entry.press)
     press = kvpress.get_press(entry.example)
-    known = {other.press for other in kvpress.list_presses()}
-    shared = [base for base in entry.press.__mro__[1:] if base not in known and _code(base.__name__) in doc.body]
+    registered = {item.press for item in kvpress.list_presses()}
+    shared = [base for base in entry.press.__mro__[1:] if base not in registered and _code(base.__name__) in doc.body]
     about = [doc.body, *(f"{_code(base.__name__)}: {Docstring.of(base).whole}" for base in shared)]
     source = "" if doc.paper == "none." else f" Paper: {_cited(doc.paper)}"
     parts = [
@@ -119,12 +119,12 @@ def press_page(entry: Entry) -> str:
     if entry.exempt:
         rows = [(item.suite, item.settings or "any", item.why) for item in entry.exempt]
         parts += ["## Left out of the suites of all presses", _table(("suite", "settings", "why"), rows)]
-    parts.append("What every press refuses, and all methods in one table: [README.md](README.md).")
+    parts.append("All methods in one table, and the inputs that every press refuses: [README.md](README.md).")
     return "\n\n".join(parts)
 
 
 def methods_page(entries: Sequence[Entry]) -> str:
-    """Return the table of all methods, and what they are exempt from."""
+    """Return the table of all methods, with their exemptions and refusals."""
     columns = (
         "press",
         "role",
@@ -152,20 +152,20 @@ def methods_page(entries: Sequence[Entry]) -> str:
         [
             "# Methods",
             NOTE,
-            "A page per press says what it computes, what its arguments mean and how it differs from its paper. `acts on` is "
-            "what a press compresses by itself; a scorer acts on generated tokens too inside `decoding(...)`. Where heads "
-            "differ, those of a layer may keep different numbers of pairs, and storage is ragged.",
+            "Each press has a page with its formula, its arguments and its differences from the paper. `acts on` names the "
+            "tokens that a press compresses by itself; a scorer acts on generated tokens too inside `decoding(...)`. Where "
+            "`heads differ` is yes, heads of a layer may keep different numbers of pairs, and storage is ragged.",
             "Status: " + "; ".join(f"{name}: {meaning}" for name, meaning in STATUSES.items()) + ".",
             _table(columns, rows),
             "## Left out of the suites of all presses",
-            "Every evicting press brings specs for these suites (`cases` where it is registered): decoding equals "
+            "Every evicting press brings specs for these suites (`cases` at its registration): decoding equals "
             "full attention with exactly the evicted pairs masked (mask oracle), padded rows equal rows alone, later turns, "
-            "chunked prefill, no state in the press, bytes held. Left out, with what tests them instead:",
+            "chunked prefill, no state in the press, bytes held. The table lists exceptions and the tests that replace them:",
             _table(("press", "suite", "settings", "why"), exempt),
             "## Refused",
-            "With an error that says what to do, as early as it can be known:",
+            "Each of these raises an error that names the fix, as early as possible:",
             _table(("press", "spec", "why"), refused),
-            "By every press:",
+            "Every press refuses:",
             "\n".join(f"- {text}" for text in ALL_REFUSE),
         ]
     )
@@ -186,7 +186,7 @@ def command_page(name: str, command: Any) -> str:
     if name in EXAMPLES:
         parts += ["For example:", f"```bash\n{EXAMPLES[name]}\n```"]
     if guide.exists():
-        parts.append(f"What it measures and writes: [{_heading(guide)}](../{guide.name}).")
+        parts.append(f"The guide, with its output explained: [{_heading(guide)}](../{guide.name}).")
     if command.params:
         parts += [
             "## Options",
@@ -207,28 +207,28 @@ def api_pages(entries: Sequence[Entry]) -> dict[str, str]:
     ]
     presses = [f"::: {entry.press.__module__}.{entry.press.__qualname__}" for entry in entries]
     return {
-        f"api/{page}.md": "\n\n".join([f"# {title}", NOTE, about.format(what), *directives])
-        for page, title, what, directives in (
-            ("package", "The package", "what is imported as `kvpress.X`, for every name X below", package),
-            ("base", "To build on", "the classes that a method of your own extends", bases),
-            ("presses", "Classes of presses", "the classes of all presses", presses),
+        f"api/{page}.md": "\n\n".join([f"# {title}", NOTE, about.format(subject), *directives])
+        for page, title, subject, directives in (
+            ("package", "The package", "the public names of `kvpress`", package),
+            ("base", "Base classes", "the classes that your own method extends", bases),
+            ("presses", "Press classes", "the classes of all presses", presses),
         )
     }
 
 
 def index_page(entries: Sequence[Entry], commands: Iterable[str]) -> str:
     """Return the list of all pages, those written by hand first."""
-    by_hand = sorted(path for path in DOCS.glob("*.md") if path.name != "README.md")
+    guides = sorted(path for path in DOCS.glob("*.md") if path.name != "README.md")
     extend, api = (
         [f"- [{_heading(path)}]({folder}/{path.name})" for path in sorted((DOCS / folder).glob("*.md"))]
         for folder in ("extend", "api")
     )
     lists = {
         "Guides": [
-            *(f"- [{_heading(path)}]({path.name})" for path in by_hand),
+            *(f"- [{_heading(path)}]({path.name})" for path in guides),
             "- [Notebooks](../notebooks/README.md)",
         ],
-        "Methods of your own": extend,
+        "Write your own method": extend,
         "API": api,
         "Commands": [f"- [`kvpress {name}`](commands/{name}.md)" for name in sorted(commands)],
         "Presses": [
@@ -257,29 +257,29 @@ class Docstring:
 
     @classmethod
     def of(cls, press: type[Any]) -> Docstring:
-        """Take a docstring apart; `Paper:` and `Differs from the paper:` end every one."""
-        summary, _, rest = inspect.cleandoc(press.__doc__ or "").partition("\n\n")
-        body, _, end = f"\n{rest}".partition("\nPaper: ")
+        """Split a docstring; `Paper:` and `Differs from the paper:` end every one."""
+        summary, _, details = inspect.cleandoc(press.__doc__ or "").partition("\n\n")
+        body, _, end = f"\n{details}".partition("\nPaper: ")
         paper, _, differs = end.partition("Differs from the paper: ")
         differs = _joined(differs)
         return cls(_joined(summary), "\n\n".join(_blocks(body)), _joined(paper), differs[:1].upper() + differs[1:])
 
 
 def meaning(press: type[Any], argument: str) -> str:
-    """Return the sentence about an argument, best one that begins with it; nothing if the docstrings have none."""
+    """Return the first sentence that begins with an argument, else one that names it, else an empty text."""
     for base in press.__mro__:
-        said = list(_sentences(base))
+        sentences = list(_sentences(base))
         for form in (rf"`{argument}`", rf".*`[^`]*\b{argument}\b[^`]*`"):
-            for sentence in said:
+            for sentence in sentences:
                 if re.match(form, sentence):
                     return sentence[:1].upper() + sentence[1:].rstrip(".:,")
     return ""
 
 
 def _sentences(base: type[Any]) -> Iterator[str]:
-    """Yield what the docstring of a class says, without formulas, sentence by sentence."""
+    """Yield the sentences of a class docstring, formulas left out."""
     text = inspect.cleandoc(vars(base).get("__doc__") or "")
-    if base is not object and not text.startswith(f"{base.__name__}("):  # what dataclass makes up
+    if base is not object and not text.startswith(f"{base.__name__}("):  # generated by dataclass
         for block in _blocks(text.partition("\nPaper: ")[0]):
             if not block.startswith("```"):
                 yield from re.split(r"(?<=[.])\s+(?=[`A-Z])", block)
@@ -298,20 +298,21 @@ def _properties(entry: Entry, press: BasePress) -> list[tuple[str, str]]:
 
 
 def phases(press: BasePress) -> tuple[str, ...]:
-    """Return which tokens a press acts on by itself: those of the prompt, generated ones, both or none."""
+    """Return the tokens that a press compresses by itself: those of the prompt, generated ones, both or none."""
     recipe = press.recipe()
     stored = recipe.codec is not None
     hooks = {phase for hook in recipe.hooks for phase in hook.phases}
-    named = any(
-        step.among is not None and not step.among.reads_tokens for step in recipe.evictions
-    )  # lies in the prompt
-    prompt = stored or named or recipe.dropping is not None or bool(recipe.acting("prefill")) or "prefill" in hooks
+    # Spans given by position lie in the prompt.
+    takes_spans = any(step.among is not None and not step.among.reads_tokens for step in recipe.evictions)
+    prompt = (
+        stored or takes_spans or recipe.dropping is not None or bool(recipe.acting("prefill")) or "prefill" in hooks
+    )
     generated = stored or recipe.selector is not None or bool(recipe.acting("decode")) or "decode" in hooks
     return tuple(name for name, acts in (("prompt", prompt), ("generated tokens", generated)) if acts)
 
 
 def allows_decoding(press: BasePress) -> bool:
-    """Whether a press can be put into `decoding(...)`."""
+    """Return whether `decoding(...)` accepts a press."""
     try:
         kvpress.DecodingPress(press)
     except TypeError:
@@ -332,19 +333,19 @@ def _parameters(press: type[Any]) -> list[inspect.Parameter]:
 def _arguments(entry: Entry) -> list[tuple[str, str, str, str]]:
     rows: list[tuple[str, str, str, str]] = []
     choices = allowed(entry.press)
-    told: dict[str, str] = {}
+    argument_of: dict[str, str] = {}
     for item in _parameters(entry.press):
         default = "required" if item.default is item.empty else _code(repr(item.default))
         keyword = ", keyword only" if item.kind is item.KEYWORD_ONLY else ""
         about = meaning(entry.press, item.name)
-        known = f"see {_code(told[about])}" if about in told else about
-        rows.append((_code(item.name), default + keyword, _allowed(choices.get(item.name, ())), known))
-        told.setdefault(about, item.name)
+        text = f"see {_code(argument_of[about])}" if about in argument_of else about
+        rows.append((_code(item.name), default + keyword, _allowed(choices.get(item.name, ())), text))
+        argument_of.setdefault(about, item.name)
     return rows
 
 
 def _allowed(choices: tuple[Any, ...]) -> str:
-    """What an argument may be, as far as its type says."""
+    """Return the allowed values of an argument that its type names."""
     words = [str(choice) for choice in choices if isinstance(choice, Range)]
     words += [_code(repr(word)) for choice in choices if get_origin(choice) is Literal for word in get_args(choice)]
     words += [_code(word) for word in ("True", "False") if choices == (bool,)]
@@ -362,14 +363,14 @@ def _option(option: Any) -> tuple[str, str, str]:
 
 
 def _usage(option: Any) -> str:
-    """Return how an option or a positional argument is written on the command line."""
+    """Return an option or a positional argument as it is written on the command line."""
     if option.param_type_name != "argument":
         return f"{option.opts[0]} ..."
     return option.name.upper() + ("..." if option.nargs != 1 else "")
 
 
 def _commands() -> dict[str, Any]:
-    return dict(getattr(typer.main.get_command(app), "commands"))  # noqa: B009  # of a group, which the type does not say
+    return dict(getattr(typer.main.get_command(app), "commands"))  # noqa: B009  # typer types it as Command, but it is a group
 
 
 def _heading(path: Path) -> str:
@@ -393,7 +394,7 @@ def _joined(text: str) -> str:
 
 def _linked(text: str, entry: Entry) -> str:
     """Turn the names of other presses' classes into links."""
-    classes = {other.press.__name__: other.name for other in kvpress.list_presses() if other.name != entry.name}
+    classes = {item.press.__name__: item.name for item in kvpress.list_presses() if item.name != entry.name}
 
     def link(match: re.Match[str]) -> str:
         name = classes.get(match[1])
@@ -420,14 +421,14 @@ def _cell(text: str) -> str:
 
 
 def main() -> None:
-    """Write all pages, and remove those of what is gone."""
-    found = pages()
+    """Write all pages, and remove those whose press or command no longer exists."""
+    texts = pages()
     for folder in GENERATED:
         (DOCS / folder).mkdir(exist_ok=True)
         for path in (DOCS / folder).glob("*.md"):
-            if f"{folder}/{path.name}" not in found:
+            if f"{folder}/{path.name}" not in texts:
                 path.unlink()
-    for name, text in found.items():
+    for name, text in texts.items():
         (DOCS / name).write_text(text, encoding="utf-8")
 
 

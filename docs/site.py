@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks of `mkdocs build`: what pages link to outside of this folder is a part of the site too.
+"""Hooks of `mkdocs build`: copy files outside of this folder that pages link to into the site.
 
 On the repository a page links to `../benchmarks/results/frontier.json`. The site has a copy of that file below `repository/`,
-which its pages link to. A link to a file that does not exist stays as it is, so that the build fails.
+and its pages link to the copy. A link to a file that does not exist stays as it is, so that the build fails.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FENCE = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the files outside that pages link to, and those that these link to."""
+    """Add the files outside that pages link to, and the files that those pages link to in turn."""
     pages = [page for page in files.documentation_pages() if page.src_uri.endswith(".md")]
     while pages:
         page = pages.pop()
@@ -33,15 +33,15 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Lead links to files outside to their copies."""
-    here = page.file.src_uri
+    """Replace links to files outside by links to their copies."""
+    uri = page.file.src_uri
 
-    def led(match: re.Match[str]) -> str:
-        target = _outside(here, match[1], config)
-        return match[1] if target is None else posixpath.relpath(f"{_COPIES}/{target}", posixpath.dirname(here) or ".")
+    def copy_link(match: re.Match[str]) -> str:
+        target = _outside(uri, match[1], config)
+        return match[1] if target is None else posixpath.relpath(f"{_COPIES}/{target}", posixpath.dirname(uri) or ".")
 
     parts = _FENCE.split(markdown)
-    return "".join(part if number % 2 else _LINK.sub(led, part) for number, part in enumerate(parts))
+    return "".join(part if number % 2 else _LINK.sub(copy_link, part) for number, part in enumerate(parts))
 
 
 def _links(markdown: str) -> list[str]:
