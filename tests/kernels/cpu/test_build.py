@@ -128,7 +128,7 @@ def test_they_are_loaded_before_a_prompt_is_read_and_not_by_the_first_token_behi
 
 
 @pytest.mark.usefixtures("forgetful")
-@pytest.mark.parametrize(("does", "why"), [("echo unhappy >&2; exit 1", "unhappy"), ("exit 0", "made nothing")])
+@pytest.mark.parametrize(("does", "why"), [("echo unhappy >&2; exit 1", "unhappy"), ("exit 0", "wrote no file")])
 def test_a_compiler_that_fails_is_reported(
     does: str, why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

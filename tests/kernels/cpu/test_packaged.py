@@ -139,6 +139,6 @@ def test_the_levels_of_a_wheel_can_be_named(monkeypatch: pytest.MonkeyPatch) -> 
     assert libraries.levels_named(env.wheel_levels()) == []
     assert libraries.levels_named("baseline") == ["baseline"]
     with pytest.raises(
-        ValueError, match="KVPRESS_WHEEL_LEVELS=baseline,sse9: no level 'sse9'; use all, none, or of baseline, "
+        ValueError, match="KVPRESS_WHEEL_LEVELS=baseline,sse9: no level 'sse9'; use all, none, or some of baseline, "
     ):
         libraries.levels_named("baseline,sse9")
