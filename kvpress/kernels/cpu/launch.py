@@ -28,7 +28,7 @@ class Stored(Protocol):
 
 @functools.cache
 def level() -> str | None:
-    """Return the instruction-set level of this process, see `build.best_level`; None, with one warning, if none can be built."""
+    """Return the instruction-set level that runs, see `build.best_level`; None, with one warning, if none can be built."""
     try:
         return build.best_level()
     except build.BuildError as error:
