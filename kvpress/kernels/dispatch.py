@@ -414,7 +414,7 @@ def label_rows(
     """
     if launch.available(labels.storage) and len(q) >= torch.get_num_threads():
         scoring.check_labels(q, labels, where, reduce)
-        selection.check_asked(q, k, first, last, most)
+        selection.check_numbers(q, k, first, last, most)
         capacity = scoring.capacity_of(where, capacity)
         scoring.check_capacity(where, capacity)
         count("label_rows")
