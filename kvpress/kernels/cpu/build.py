@@ -100,7 +100,7 @@ def _load(items: Sequence[Library]) -> list[ctypes.CDLL]:
 def _packaged(item: Library) -> ctypes.CDLL | None:
     """Load a library from the installed package, else return None.
 
-    The owner of the folder is not checked: whoever can write there can also change this file.
+    The owner of the folder is not checked: a user who can write there can also change this file.
     """
     path = item.find(libraries.PACKAGED)
     try:
@@ -153,7 +153,7 @@ def compiled(items: Sequence[Library], folder: Path) -> list[Path]:
         for path in folders:
             if path.exists():
                 _check_owner(path)
-        return {item: path for item in items if (path := item.find(folder, key))}
+        return {item: file for item in items if (file := item.find(folder, key))}
 
     files = find()
     if len(files) < len(items):
