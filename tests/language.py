@@ -29,9 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 LIMITS = {"openings": 0.0, "what": 1.5, "person": 2.5, "names": 10.0}
-UNREVISED: dict[str, dict[str, float]] = {
-    "kvpress/kernels": {"openings": 30.6, "what": 6.4, "names": 35.4},
-}
+UNREVISED: dict[str, dict[str, float]] = {}
 """Limits of rooms that still await their revision: their rates when this check was introduced, which must not rise."""
 
 ROOTS = ("kvpress", "eval", "tests", "benchmarks", "docs", "README.md", "CONTRIBUTING.md")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators: attention on dense, packed and coded rows in flat storage, scores of stored rows, and prompts read by tiles.
+"""Operators: attention on dense, packed and coded rows in flat storage, scores of stored rows, and block-sparse prefill.
 
-Each operator takes `Rows`, where its streams lie (`Ranges` or `Listed`) and `Options`, and runs a compiled kernel where one is
-available and a plain torch reference everywhere else.
+Each operator takes stored `Rows`, the rows of each stream (`Ranges` or `Listed`) and `Options`. It runs a compiled kernel where
+one is available, and a plain torch reference everywhere else.
 """
 
 from kvpress.kernels.counting import counters, reset_counters

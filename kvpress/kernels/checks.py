@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of arguments that operators share; every message names what was expected and what came."""
+"""Argument checks that operators share; every message names the expected and the actual value."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def shape(name: str, tensor: Tensor, expected: tuple[int | str, ...], *dtypes: torch.dtype) -> None:
-    """Refuse a tensor of another shape or type; a string in ``expected`` names a free size."""
+    """Refuse a tensor of another shape or dtype; a string in ``expected`` names a free size."""
     if tensor.dtype in dtypes and tensor.dim() == len(expected):
-        for want, have in zip(expected, tensor.shape, strict=True):
-            if want != have and not isinstance(want, str):
+        for size, actual in zip(expected, tensor.shape, strict=True):
+            if size != actual and not isinstance(size, str):
                 break
         else:
             return
     kinds = "/".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-    wanted = ", ".join(map(str, expected))
+    sizes = ", ".join(map(str, expected))
     got = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-    raise ValueError(f"{name} must be {kinds} [{wanted}], got {got}")
+    raise ValueError(f"{name} must be {kinds} [{sizes}], got {got}")
 
 
 def rows_layout(name: str, tensor: Tensor) -> None:
-    """Refuse rows whose elements are not next to each other."""
+    """Refuse rows whose elements are not contiguous."""
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise ValueError(f"{name} must be contiguous in its last dimension, got strides {tensor.stride()}")
 
 
 def contiguous(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor with gaps."""
+    """Refuse a tensor that is not contiguous."""
     if not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
 
 
 def same_device(q: Tensor, *others: Tensor | None) -> None:
-    """Refuse tensors on different devices: a kernel would read a foreign address."""
+    """Refuse tensors on different devices: a kernel would read an address of another device."""
     device = q.device
-    for other in others:
-        if other is not None and other.device != device:
-            raise ValueError(f"all tensors must be on {device} like q, got one on {other.device}")
+    for tensor in others:
+        if tensor is not None and tensor.device != device:
+            raise ValueError(f"all tensors must be on {device} like q, got one on {tensor.device}")

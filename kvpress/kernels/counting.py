@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often each operator ran its fast path: lets a test prove that a kernel, not the fallback, did the work."""
+"""Count calls of compiled kernels, so that a test can prove that a kernel ran and not the fallback."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ _calls: Counter[str] = Counter()
 
 
 def counters() -> dict[str, int]:
-    """Calls of the fast path since the last reset, by operator name."""
+    """Return the calls of compiled kernels since the last reset, by operator name."""
     return dict(_calls)
 
 
 def reset_counters() -> None:
-    """Forget all counts."""
+    """Reset all counts to zero."""
     _calls.clear()
 
 
 def count(name: str) -> None:
-    """Record one call of an operator's fast path."""
+    """Count one call of an operator's compiled kernel."""
     _calls[name] += 1

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operators: each checks its contract, then runs the compiled kernel of the device, or plain torch where there is none.
+"""Operators: each checks its arguments, then runs the compiled kernel of the device, or plain torch where there is none.
 
-Nothing below imports this module; a back end is imported where it is first used, so that triton is needed on a GPU only.
+No other module of the kernels imports this one. The Triton back ends are imported on first use, so that triton is needed on a
+GPU only.
 """
 
 from __future__ import annotations
@@ -46,29 +47,30 @@ MOST_QUERIES = 64
 """Query rows per stream past which a matrix product on decoded blocks is faster than a decode kernel."""
 
 MOST_PRODUCTS = 2**24
-"""Products of queries with an offset that are held at a time, float32; further streams wait."""
+"""Most float32 products of queries with an offset that are in memory at a time; more streams are processed in blocks."""
 
 
 def serves(queries: Tensor, storage: Tensor) -> bool:
-    """Whether a compiled operator should attend from `queries [N, M, D]` to pairs kept in `storage`."""
+    """Whether a compiled operator should attend from `queries [N, M, D]` to pairs stored in `storage`."""
     return queries.shape[1] <= MOST_QUERIES and (launch.available(storage) or device.available(storage))
 
 
 def decode(q: Tensor, rows: Rows, where: Where, options: Options) -> tuple[Tensor, Tensor]:
-    """Attend each stream to its rows, as `kvpress.kernels.attention.contract` says.
+    """Attend from the queries of each stream to its rows; `kvpress.kernels.attention.contract` has the formulas.
 
     Args:
-        q: queries [N, M, D]; float32, bfloat16 or float16. After their rotary embedding, whether or not the keys are.
-        rows: keys and values in one format; of the dtypes of q where they are dense.
-        where: all rows of each stream, or listed ones, which exclude a causal mask.
+        q: queries [N, M, D]; float32, bfloat16 or float16. Their rotary embedding is applied already, also where keys are
+            stored without it.
+        rows: keys and values in one format; dense ones float32, bfloat16 or float16.
+        where: a range of rows for each stream, or a list of rows, which excludes a causal mask.
         options: scale, softcap, causal mask and sinks.
 
     Returns:
         Outputs, float32 [N, M, Dv], and log-sum-exp of the logits, float32 [N, M].
 
     Raises:
-        ValueError: for shapes, dtypes and sizes that do not belong together, and on a CPU for rows that are not stored.
-        TypeError: for keys and values in different formats.
+        ValueError: shapes, dtypes or sizes do not match, or, on a CPU, `where` refers to rows that are not stored.
+        TypeError: keys and values have different formats.
     """
     return decode_parts(q, [Part(rows, where)], options)
 
@@ -76,30 +78,38 @@ def decode(q: Tensor, rows: Rows, where: Where, options: Options) -> tuple[Tenso
 def decode_parts(
     q: Tensor, parts: Sequence[Part], options: Options, others: Sequence[tuple[Tensor, Tensor]] = ()
 ) -> tuple[Tensor, Tensor]:
-    """Attend to the rows of all parts, which have none in common, as `merge` of `decode` does; arguments and errors are theirs.
+    """Attend to several disjoint sets of rows, as `merge` of the results of `decode`; raises as `decode`.
 
-    On a CPU it is one call of compiled code, but for parts with a basis or an offset. A causal mask is that of the last part,
-    which ends with the new tokens. Results over `others` are merged with theirs.
+    On a CPU, all parts without a basis and an offset are read in one call of compiled code.
+
+    Args:
+        q: queries [N, M, D], as in `decode`.
+        parts: stored rows, and those of them that each stream attends to.
+        options: as in `decode`; a causal mask applies to the last part, which ends with the new tokens.
+        others: outputs [N, M, Dv] and log-sum-exp [N, M] over further disjoint rows, float32; merged with the result.
+
+    Returns:
+        Outputs, float32 [N, M, Dv], and log-sum-exp of the logits, float32 [N, M].
     """
     attention.check(q, parts, options)
     if others:
         attention.check_parts(others)
         checks.shape("out", others[0][0], (*q.shape[:2], parts[0].value_channels), torch.float32)
-    together: list[Part] = []
+    joint: list[Part] = []
     if len(parts) > 1 and launch.available(parts[0].rows.keys.storage):
-        together = [part for part in parts if part.rows.is_plain]
-    alone = parts if len(together) < 2 else [part for part in parts if part not in together]
+        joint = [part for part in parts if part.rows.is_plain]
+    separate = parts if len(joint) < 2 else [part for part in parts if part not in joint]
 
-    def causal(some: Part) -> Options:
-        return replace(options, causal=0) if options.causal and some is not parts[-1] else options
+    def options_of(part: Part) -> Options:
+        return replace(options, causal=0) if options.causal and part is not parts[-1] else options
 
-    found = [*others, *(_decode(q, part, causal(part)) for part in alone)]
-    if len(alone) < len(parts):
-        for part in together:
+    results = [*others, *(_decode(q, part, options_of(part)) for part in separate)]
+    if len(separate) < len(parts):
+        for part in joint:
             count(_name(part))
-        out, lse = attention_cpu.decode_parts(q, together, causal(together[-1]), found)
+        out, lse = attention_cpu.decode_parts(q, joint, options_of(joint[-1]), results)
     else:
-        out, lse = found[0] if len(found) == 1 else merge(found)
+        out, lse = results[0] if len(results) == 1 else merge(results)
     return attention.with_sinks(out, lse, options.sinks)
 
 
@@ -113,12 +123,12 @@ def _decode(q: Tensor, part: Part, options: Options) -> tuple[Tensor, Tensor]:
         step = max(1, MOST_PRODUCTS // (q.shape[1] * rows.key_offset.places))
         if step < len(q):
             blocks = range(0, len(q), step)
-            found = [_decode(q[n : n + step], Part(rows, where.streams(n, n + step)), options) for n in blocks]
-            return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found])
-    moved, model_dtype = None, q.dtype
+            results = [_decode(q[n : n + step], Part(rows, where.streams(n, n + step)), options) for n in blocks]
+            return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results])
+    shift, model_dtype = None, q.dtype
     added = None if rows.key_offset is None else rows.key_offset.products(q, where.stream)
     if rows.key_basis is not None:
-        moved = None if rows.key_basis.centre is None else options.scale * rows.key_basis.products(q, where.stream)
+        shift = None if rows.key_basis.centre is None else options.scale * rows.key_basis.products(q, where.stream)
         q = rows.key_basis.enter(q, where.stream)
     if launch.available(rows.keys.storage):
         count(_name(part))
@@ -134,20 +144,20 @@ def _decode(q: Tensor, part: Part, options: Options) -> tuple[Tensor, Tensor]:
         out = rows.value_basis.leave(out, where.stream)
         if rows.value_basis.centre is not None:
             out = out.masked_fill(lse.isneginf()[..., None], 0.0)
-    return out, lse if moved is None else lse + moved
+    return out, lse if shift is None else lse + shift
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Combine the attention of the same queries over disjoint sets of rows, exact in float32 and without gradients.
+    """Merge attention results of the same queries over disjoint sets of rows, exact in float32 and without gradients.
 
     Args:
         parts: outputs [N, M, Dv] and log-sum-exp [N, M] of each set, float32; 0 and minus infinity where a query sees no row.
 
     Returns:
-        Both for all rows together.
+        Outputs [N, M, Dv] and log-sum-exp [N, M] over the rows of all sets, float32.
 
     Raises:
-        ValueError: for parts of several shapes or dtypes.
+        ValueError: parts differ in shape or dtype.
     """
     attention.check_parts(parts)
     out, _ = parts[0]
@@ -171,24 +181,24 @@ def block_prefill(
     real: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend causally from the newest tokens to chosen blocks of keys, as `kvpress.kernels.prefill.contract` says.
+    """Attend causally from the newest tokens to chosen blocks of keys; `kvpress.kernels.prefill.contract` has the formulas.
 
     Args:
-        q: queries [B, Hq, Q, D] of the last Q of T tokens; float32, bfloat16 or float16. Query heads that read the same kv head
-            are next to each other.
+        q: queries [B, Hq, Q, D] of the last Q of T tokens; float32, bfloat16 or float16. Query heads of a GQA group are next to
+            each other.
         keys: [B, H, T, D] of the same dtype.
         values: [B, H, T, Dv] of the same dtype.
         tiles: which blocks, and single columns, are read.
         scale: factor of the products.
         softcap: logits become ``softcap * tanh(logits / softcap)``.
-        real: real tokens, bool [B, T]; None where nothing is padded.
-        sinks: logits without a value that take part in the softmax of every query of a head, [Hq].
+        real: False for padding, bool [B, T]; None without padding.
+        sinks: extra logit of every head, without a value, in the softmax of its queries, [Hq].
 
     Returns:
         Outputs, float32 [B, Hq, Q, Dv], and log-sum-exp of the logits, float32 [B, Hq, Q].
 
     Raises:
-        ValueError: for shapes, dtypes and sizes that do not belong together.
+        ValueError: shapes, dtypes or sizes do not match.
     """
     prefill.check(q, keys, values, tiles, real, softcap, sinks)
     lists = tiles.lists(q.shape[2], keys.shape[2])
@@ -220,16 +230,16 @@ def column_mass(
 
     Args:
         q: queries [N, M, D]; float32, bfloat16 or float16.
-        rows: dense keys of the same dtypes, and log-weights.
+        rows: dense keys, float32, bfloat16 or float16, and log-weights.
         where: rows of each stream, which must not overlap.
         options: scale, softcap, causal mask and sinks.
-        lse: log-sum-exp of every query over all it attends to, float32 [N, M], without sinks beside it; computed over the
-            stream when None.
+        lse: log-sum-exp of every query over all rows that it attends to, sinks included, float32 [N, M]; `options.sinks` must
+            then be None. None computes it over the stream.
         query_weight: factor of the softmax weights of every query, float32 [N, M], not negative; 1 by default.
         power: 1 for the sum, 2 for the sum of squares.
 
     Returns:
-        Float32 [R].
+        The sum of each stored row, float32 [R]; 0 for rows of no stream.
     """
     if power not in (1, 2):
         raise ValueError(f"power must be 1 or 2, got {power}")
@@ -260,7 +270,7 @@ def _receive(
     query_weight: Tensor | None,
 ) -> Tensor:
     mass.check(q, rows, where, options, lse, query_weight)
-    if device.available(rows.keys.storage):  # before the check that would wait for the device
+    if device.available(rows.keys.storage):  # before `check_apart`, which would wait for the GPU
         from kvpress.kernels.mass import triton as mass_triton
 
         count(name)
@@ -273,38 +283,38 @@ def _receive(
 
 
 def tile_mass(q: Tensor, keys: Tensor, last: Tensor, tile: tuple[int, int], *, scale: float) -> Tensor:
-    """Sum the softmax weights of blocks of queries over tiles of keys, as `kvpress.kernels.tile_mass.contract` says.
+    """Sum the softmax weights of blocks of queries over tiles of keys; `kvpress.kernels.tile_mass.contract` has the formulas.
 
     Args:
-        q: queries [H, M, D]; float32, bfloat16 or float16. Query heads that read the same kv head are next to each other.
+        q: queries [H, M, D]; float32, bfloat16 or float16. Query heads of a GQA group are next to each other.
         keys: [G, K, D] of the same dtype.
-        last: the last key that each query sees, int64 [M]; negative where it sees none.
-        tile: queries of a block, and keys of a tile.
+        last: index of the last key that each query sees, int64 [M]; negative where it sees none.
+        tile: queries per block, and keys per tile.
         scale: factor of the products.
 
     Returns:
         Float32 [H, ceil(M / tile[0]), ceil(K / tile[1])].
 
     Raises:
-        ValueError: for shapes, dtypes and sizes that do not belong together.
+        ValueError: shapes, dtypes or sizes do not match.
     """
     tiles_of.check(q, keys, last, tile)
     if launch.available(keys):
         count("tile_mass")
         return tile_mass_cpu.receive(q, keys, last, tile, scale)
-    # On a GPU the products of plain torch are those of its matrix units.
+    # On a GPU, plain torch multiplies on tensor cores already.
     return tile_mass_reference.receive(q, keys, last, tile, scale)
 
 
 def page_bounds(q: Tensor, low: Tensor, high: Tensor, where: Ranges, *, capacity: int | None = None) -> Tensor:
-    """Bound ``q . k`` from above over the keys of each page, maximum over the queries of a stream.
+    """Bound ``q . k`` from above for the keys of each page; maximum over the queries of a stream.
 
     Args:
         q: queries [N, M, D]; float32, bfloat16 or float16.
         low: channel-wise minimum of the keys of each page [P, D]; float32, bfloat16 or float16.
         high: channel-wise maximum, as low.
         where: pages of each stream.
-        capacity: most pages that a stream can have; without it, finding out waits for the device.
+        capacity: most pages that a stream can have; None reads the longest stream, which waits for the device.
 
     Returns:
         Float32 [N, capacity], -inf past the end of a stream.
@@ -318,16 +328,16 @@ def label_scores(
 ) -> Tensor:
     """Score every row by the product of its label with the queries of its stream, on the label's channels only.
 
-    Sums are float32. Queries are rounded to 16 bits for quantised labels on the CPU: with up to 128 channels, their scores
-    are exact to ``2**-15 * max|q| * sum over d of (code[d] * scale + |zero|)``, where q are all queries of the stream, or
-    their sum.
+    Sums are float32. For quantised labels on the CPU, queries are rounded to 16 bits: with up to 128 channels, scores are
+    exact to ``2**-15 * max|q| * sum over d of (code[d] * scale + |zero|)``, where q are all queries of the stream, or their
+    sum if `reduce` is "sum".
 
     Args:
         q: queries on those channels [N, M, r]; float32, bfloat16 or float16.
-        labels: labels [R, r] of the same dtypes, or codes of 1, 2, 4 or 8 bits with ``group = (1, r)``.
+        labels: labels [R, r], float32, bfloat16 or float16, or codes of 1, 2, 4 or 8 bits with ``group = (1, r)``.
         where: rows of each stream.
         reduce: "max" or "sum" over the queries of a stream.
-        capacity: most rows that a stream can have; without it, finding out waits for the device.
+        capacity: most rows that a stream can have; None reads the longest stream, which waits for the device.
 
     Returns:
         Float32 [N, capacity], -inf past the end of a stream.
@@ -346,7 +356,7 @@ def _score(
     capacity: int | None,
 ) -> Tensor:
     capacity = scoring.capacity_of(where, capacity)
-    if device.available(high.storage):  # before the check that would wait for the device
+    if device.available(high.storage):  # before `check_capacity`, which would wait for the GPU
         from kvpress.kernels.scores import triton as scoring_triton
 
         count(name)
@@ -366,14 +376,14 @@ def top_rows(
     Args:
         scores: score of each row of a stream, float32 [N, capacity]; rows may be strided, elements of a row may not.
         where: rows of each stream, at most capacity.
-        k: how many rows to choose, at least 1.
-        first: how many rows at the start of a stream are chosen whatever their score.
-        last: the same at the end of a stream; first and last are part of k.
-        most: how many rows to choose of each stream where they differ, int64 [N], from first + last to k.
+        k: rows to choose of each stream, at least 1.
+        first: rows at the start of a stream that are always chosen.
+        last: rows at the end of a stream that are always chosen; k includes first and last.
+        most: rows to choose of each stream where streams differ, int64 [N], from first + last to k.
 
     Returns:
-        Row numbers ``starts[n] + i``, int32 [N, min(k, capacity)], 0 past the chosen ones, and how many were chosen in each
-        stream, int64 [N].
+        Row numbers ``starts[n] + i``, int32 [N, min(k, capacity)], 0 past the chosen ones, and the number of chosen rows of
+        each stream, int64 [N].
     """
     selection.check(scores, where, k, first, last, most)
     if launch.available(scores):
@@ -394,17 +404,17 @@ def label_rows(
     last: int = 0,
     most: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """List the k rows of each stream whose labels fit its queries best: `top_rows` of `label_scores`, with their arguments.
+    """List the k rows of each stream with the largest label scores: `top_rows` of `label_scores`, with their arguments.
 
-    On the CPU, where there are as many streams as threads, a stream's scores are chosen from as soon as they are known, and
-    those of all streams are never held.
+    On the CPU, where there are at least as many streams as threads, each stream's rows are chosen right after its scores, so
+    that the scores of all streams are never in memory together.
 
     Returns:
         As `top_rows`.
     """
     if launch.available(labels.storage) and len(q) >= torch.get_num_threads():
         scoring.check_labels(q, labels, where, reduce)
-        selection.check_asked(q, k, first, last, most)
+        selection.check_numbers(q, k, first, last, most)
         capacity = scoring.capacity_of(where, capacity)
         scoring.check_capacity(where, capacity)
         count("label_rows")
@@ -416,20 +426,20 @@ def label_rows(
 def quantise(x: Tensor, bits: int, group: tuple[int, int], *, dtype: torch.dtype | None = None) -> Packed:
     """Quantise rows in groups of (rows, channels); the last group of rows may be shorter.
 
-    Scales and zeros are float16, which carries more digits than bfloat16, or float32 where rows decode to float32 or reach
+    Scales and zeros are float16, which is more precise than bfloat16, or float32 where rows decode to float32 or reach
     `WIDEST`.
 
     Args:
         x: rows [R, D]; float32, bfloat16 or float16; rows may be strided, elements of a row may not.
         bits: bits per code: 1, 2, 3, 4 or 8.
         group: rows and channels (gr, gc) that share a scale.
-        dtype: what the rows will be decoded to, the dtype of x by default.
+        dtype: dtype that rows are decoded to; that of x by default.
 
     Returns:
         Codes uint8 [R, D * bits / 8], scale and zero [ceil(R / gr), D / gc].
 
     Raises:
-        ValueError: for values that are not finite.
+        ValueError: a value is not finite, or rows cannot be packed or cut into groups.
     """
     quantisation.check(x, bits, group)
     parameters = torch.float32 if (dtype or x.dtype) == torch.float32 else torch.float16

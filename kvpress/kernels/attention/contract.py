@@ -8,17 +8,19 @@
 
 All sums are float32. A stream without visible rows has ``out = 0`` and ``lse = -inf``, the neutral element of an LSE merge.
 
-Errors, as a fraction of the largest output: dense rows, that of summing in another order, and on a GPU of rounding queries and
-weights to the dtype of the rows. Packed rows, below 1e-3: scales are folded into queries and weights, which are rounded to 16
-bits; corrections are added without that rounding, and where they cancel most of the codes, the bound refers to the output of
-the codes alone. Coded rows, on a CPU that of summing in another order, and below 1e-3 where the model computes in 16 bits:
-long streams of rotated keys are then multiplied as whole numbers; on a GPU of rounding to the dtype of the books.
+Errors, as a fraction of the largest output:
 
-A query that holds something which is no number gets none, and where queries of a stream are rounded together, neither do they.
-Neither does a query that sees a dense key which holds none.
+    dense     summation in another order; on a GPU also rounding of queries and weights to the dtype of the rows
+    packed    below 1e-3: scales are folded into queries and weights, which are rounded to 16 bits. Corrections are added
+              without that rounding; where they cancel most of the codes, the bound refers to the output of the codes alone
+    coded     on a CPU summation in another order, and below 1e-3 where the model computes in 16 bits: long streams of
+              rotated keys are then multiplied as integers. On a GPU rounding to the dtype of the books
+
+A query with NaN gives NaN, and so do queries of the same stream where they are rounded together. A query that sees a dense key
+with NaN gives NaN.
 
 Every back end has a function ``decode(q, rows, where, options, added)`` that leaves bases and sinks to its caller.
-`added` holds the products of the queries with the offsets of keys, where these have some (`kvpress.kernels.formats.offset`).
+`added` holds the products of queries with offsets of keys, None for keys without (`kvpress.kernels.formats.offset`).
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from kvpress.kernels.formats.operand import Listed, Options, Part
 
 
 def check(q: Tensor, parts: Sequence[Part], options: Options) -> None:
-    """Refuse arguments that do not belong together; what rows refer to is checked where they are read."""
+    """Refuse arguments that do not match; row numbers are checked by the kernel or reference that reads the rows."""
     checks.shape("q", q, ("N", "M", "D"), *checks.FLOATS)
     if not parts:
         raise ValueError("parts must hold at least one, got none")
@@ -41,19 +43,19 @@ def check(q: Tensor, parts: Sequence[Part], options: Options) -> None:
     for part in parts:
         part.check(q)
         if part.value_channels != parts[0].value_channels:
-            both = f"{parts[0].value_channels} and {part.value_channels}"
-            raise ValueError(f"the values of all parts must have as many channels, got {both}")
+            channels = f"{parts[0].value_channels} and {part.value_channels}"
+            raise ValueError(f"values of all parts must have the same number of channels, got {channels}")
         basis = part.rows.key_basis
         if options.softcap is not None and basis is not None and basis.centre is not None:
             raise ValueError(
-                f"softcap must be None for keys with a centre, which moves logits past it, got {options.softcap}"
+                f"softcap must be None for keys with a centre, which changes logits after the cap, got {options.softcap}"
             )
     if options.causal and isinstance(parts[-1].where, Listed):
         raise ValueError(f"causal must be 0 for listed rows, which have no order, got {options.causal}")
 
 
 def check_parts(parts: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Refuse partial results that are not of the same queries and values."""
+    """Refuse partial results of different shapes, dtypes or devices."""
     if not parts:
         raise ValueError("parts must hold at least one result, got none")
     shape = tuple(parts[0][0].shape)
@@ -64,12 +66,12 @@ def check_parts(parts: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Outputs [N, M, Dv] and log-sum-exp [N, M] as if every query also saw a row of value 0 with a logit of its own.
+    """Add to each query's softmax a sink: a row of value 0 with the query's own logit.
 
     Args:
-        out: outputs without sinks, float32.
-        lse: log-sum-exp of the logits without sinks, float32.
-        sinks: logit of that row for each query, float32 [N, M]; None leaves the results as they are.
+        out: outputs without sinks, float32 [N, M, Dv].
+        lse: log-sum-exp of the logits without sinks, float32 [N, M].
+        sinks: logit of the sink for each query, float32 [N, M]; None returns `out` and `lse` unchanged.
     """
     if sinks is None:
         return out, lse

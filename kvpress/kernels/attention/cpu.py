@@ -40,19 +40,22 @@ def decode(
 
     Args:
         q: queries [N, M, D].
-        rows: what is stored; bases are left to the caller.
-        where: the rows of each stream.
-        options: of the logits; sinks are left to the caller.
-        level: instruction-set level; the best one by default.
-        model_dtype: dtype of the queries before a basis; float32 asks for products as exact as that. That of `q` by default.
-        added: products of the queries with what all keys of a stream share, by position.
+        rows: stored rows; the caller applies their bases.
+        where: rows of each stream.
+        options: scale, softcap and causal mask; the caller adds sinks.
+        level: instruction-set level; the fastest one by default.
+        model_dtype: dtype of the queries before a basis was applied; float32 requires float32 products. That of `q` by default.
+        added: products of the queries with the offset of the keys, by position.
+
+    Returns:
+        Outputs, float32 [N, M, Dv], and log-sum-exp of the logits, float32 [N, M].
 
     Raises:
-        ValueError: a stream refers to something that is not stored.
+        ValueError: a stream refers to rows, groups, corrections or positions that are not stored.
     """
     part = Part(rows, where)
-    asked, out, lse = _asked(q, options, rows.values.channels, 1, (model_dtype or q.dtype) == torch.float32, added)
-    stream = launch.run(*_ENTRIES[rows.keys.name], *asked, *part.fields, stored=rows, level=level)
+    request, out, lse = _request(q, options, rows.values.channels, 1, (model_dtype or q.dtype) == torch.float32, added)
+    stream = launch.run(*_ENTRIES[rows.keys.name], *request, *part.fields, stored=rows, level=level)
     _check_stored(stream, part)
     return out[0], lse[0]
 
@@ -60,34 +63,34 @@ def decode(
 def decode_parts(
     q: Tensor, parts: Sequence[Part], options: Options, others: Sequence[Result] = (), level: str | None = None
 ) -> Result:
-    """Run the kernels of several parts without bases, and merge what they find with `others`, in one call; else as `decode`."""
+    """Attend to several parts without bases, and merge the results with `others`, in one call; arguments as in `decode`."""
     channels = parts[0].rows.values.channels
-    asked, outs, lses = _asked(q, options, channels, len(parts), q.dtype == torch.float32)
+    request, outs, lses = _request(q, options, channels, len(parts), q.dtype == torch.float32)
     out, lse = torch.empty(outs.shape[1:]), torch.empty(lses.shape[1:])
     stored = _Parts.of(parts, level)
-    told = out, lse, channels, len(others), len(parts), *_pieces(others)
-    found = launch.run("decode.cpp", "kvpress_parts", *asked, *told, stored=stored, level=level)
-    if found >= 0:
-        part, stream = divmod(found, q.shape[0])
+    merging = out, lse, channels, len(others), len(parts), *_pieces(others)
+    failure = launch.run("decode.cpp", "kvpress_parts", *request, *merging, stored=stored, level=level)
+    if failure >= 0:
+        part, stream = divmod(failure, q.shape[0])
         _check_stored(stream, parts[part])
     return out, lse
 
 
-def _asked(
+def _request(
     q: Tensor, options: Options, channels: int, parts: int, exact: bool, added: Products | None = None
 ) -> tuple[tuple[Field, ...], Tensor, Tensor]:
-    """Return the fields of ``Asked`` of cpu/problem.h, and the results [parts, N, M, Dv] and [parts, N, M] that they name."""
+    """Return the fields of ``Asked`` in cpu/problem.h, and the tensors for its results, [parts, N, M, Dv] and [parts, N, M]."""
     streams, queries, _ = q.shape
     out = torch.empty(parts, streams, queries, channels, dtype=torch.float32)
     lse = torch.empty(parts, streams, queries, dtype=torch.float32)
-    asked = q.to(torch.float32).contiguous(), out, lse, streams, queries
-    how = options.causal, q.dtype == torch.bfloat16, exact, torch.get_num_threads()
+    tensors = q.to(torch.float32).contiguous(), out, lse, streams, queries
+    settings = options.causal, q.dtype == torch.bfloat16, exact, torch.get_num_threads()
     logits = float(options.scale), float(options.softcap or 0)
-    return (*asked, *how, *logits, *_added(added)), out, lse
+    return (*tensors, *settings, *logits, *_added(added)), out, lse
 
 
 def _added(added: Products | None) -> tuple[Field, ...]:
-    """Return the fields of ``Added`` of cpu/problem.h."""
+    """Return the fields of ``Added`` in cpu/problem.h."""
     if added is None:
         return None, None, None, 0
     return added.by_position.contiguous(), added.shift.contiguous(), added.positions, added.by_position.shape[2]
@@ -96,38 +99,40 @@ def _added(added: Products | None) -> tuple[Field, ...]:
 def _check_stored(stream: int, part: Part) -> None:
     if stream >= 0:
         rows = part.rows
-        turned = isinstance(rows.keys, Coded) or rows.key_offset is not None
-        what = "positions without angles" if turned else "groups or corrections that do not exist"
-        raise ValueError(f"stream {stream} refers to rows outside the {rows.count} stored ones, or to {what}")
+        has_positions = isinstance(rows.keys, Coded) or rows.key_offset is not None
+        causes = "positions without angles" if has_positions else "groups or corrections that do not exist"
+        raise ValueError(f"stream {stream} refers to rows outside the {rows.count} stored ones, or to {causes}")
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """Parts as ``kvpress_parts`` of cpu/decode.cpp reads them: for each its entry point, how many bytes tell it, and these."""
+    """Parts as ``kvpress_parts`` in cpu/decode.cpp reads them."""
 
     parts: Sequence[Part]
+    """Parts, which keep the tensors of the structure alive."""
     structure: bytes
+    """Address of the entry point, length of the structure in bytes, and the structure, for each part in order."""
 
     @classmethod
     def of(cls, parts: Sequence[Part], level: str | None) -> _Parts:
-        told = []
+        structures = []
         for part in parts:
             entry = launch.address(*_ENTRIES[part.rows.keys.name], level=level)
-            told += [struct.pack("qq", entry, len(part.structure)), part.structure]
-        return cls(parts, b"".join(told))
+            structures += [struct.pack("qq", entry, len(part.structure)), part.structure]
+        return cls(parts, b"".join(structures))
 
 
 def merge(parts: Sequence[Result], level: str | None = None) -> Result:
-    """Combine results over disjoint rows, those of `kvpress.kernels.merge`."""
+    """Merge results over disjoint rows; arguments and results as in `kvpress.kernels.merge`."""
     out, lse = parts[0]
-    whole, total = torch.empty(out.shape), torch.empty(lse.shape)
-    # No part is to be asked.
-    nothing = None, None, None, *lse.shape, 0, False, False, torch.get_num_threads(), 1.0, 0.0, *_added(None)
-    told = whole, total, whole.shape[-1], len(parts), 0, *_pieces(parts)
-    launch.run("decode.cpp", "kvpress_parts", *nothing, *told, level=level)
-    return whole, total
+    merged, total = torch.empty(out.shape), torch.empty(lse.shape)
+    # No queries: there are results to merge only.
+    request = None, None, None, *lse.shape, 0, False, False, torch.get_num_threads(), 1.0, 0.0, *_added(None)
+    merging = merged, total, merged.shape[-1], len(parts), 0, *_pieces(parts)
+    launch.run("decode.cpp", "kvpress_parts", *request, *merging, level=level)
+    return merged, total
 
 
 def _pieces(parts: Sequence[Result]) -> list[Field]:
-    """``Piece`` of cpu/split.h for each result, without a stream and a range."""
+    """Return the fields of ``Piece`` in cpu/split.h for each result, without a stream and a range."""
     return [field for out, lse in parts for field in (None, None, None, out.contiguous(), lse.contiguous())]

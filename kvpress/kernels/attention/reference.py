@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in plain torch: the ground truth of every decode kernel, and their fallback.
+"""Decode attention in plain torch: ground truth of every decode kernel, and the fallback.
 
-Written to be obviously right: all logits of one stream, a softmax, a weighted sum. Rows are read in blocks, so a quantised
-cache is never dequantised as a whole.
+The code is kept simple: all logits of one stream, a softmax, a weighted sum. Rows are read in blocks, so that a quantised cache
+is never decoded all at once.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ BLOCK = 4096
 def decode(
     q: Tensor, rows: Rows, where: Where, options: Options, added: Products | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attend stream by stream, in float32; the arguments are those of `kvpress.kernels.decode`.
+    """Attend stream by stream, in float32; arguments and results as in `kvpress.kernels.decode`.
 
-    `added` are products of the queries with what all keys of a stream share, by position.
+    `added` holds the products of the queries with the offset of the keys, by position.
     """
     where.check_stored(rows.count)
     listed = where.numbers()
@@ -42,7 +42,7 @@ def decode(
         log_weight = None if rows.log_weight is None else rows.log_weight[numbers]
         logits = options.logits(products, log_weight, queries)
         lse[n] = logits.logsumexp(-1)
-        # A query that sees nothing has lse = -inf; its weights must be 0, not exp(-inf + inf).
+        # A query that sees no row has lse = -inf; its weights must be 0, not exp(-inf + inf).
         weights = torch.exp(logits - lse[n].clamp_min(torch.finfo(torch.float32).min)[:, None])
         for block, weight in zip(blocks, weights.split(BLOCK, dim=-1), strict=True):
             out[n] += weight @ rows.values.read(block, stream)
@@ -50,7 +50,7 @@ def decode(
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Combine results over disjoint rows; the arguments are those of `kvpress.kernels.merge`."""
+    """Merge results over disjoint rows; arguments and results as in `kvpress.kernels.merge`."""
     lse = torch.stack([part[1].detach() for part in parts])
     total = lse.logsumexp(dim=0)
     # Where no part sees a row, all shares are exp(-inf) instead of exp(-inf + inf).

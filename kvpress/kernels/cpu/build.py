@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Load the C++ kernels through ctypes: from the installed package, or compiled on first use with the system's compiler.
 
-Compiled ones are kept in a folder of the user's own. Of several processes one compiles while the others wait.
+Compiled kernels are stored in a cache folder of the user. Of several processes, one compiles while the others wait.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from kvpress.kernels.cpu.libraries import KERNELS, LEVELS, PROBE, BuildError, Li
 
 
 class FolderError(BuildError):
-    """No folder can hold compiled kernels."""
+    """No folder can be used for compiled kernels."""
 
 
 @functools.cache
 def supported_levels() -> tuple[str, ...]:
-    """Instruction-set levels this processor can run, slowest first.
+    """Return the instruction-set levels that this processor can run, slowest first.
 
     Raises:
-        BuildError: there is neither a library nor a compiler that could tell.
+        BuildError: the library that probes the processor is neither there nor can be compiled.
     """
     (probe,) = _load([Library("baseline", PROBE)])
     bits = probe.kvpress_levels()
@@ -37,38 +37,38 @@ def supported_levels() -> tuple[str, ...]:
 
 
 def asked_level() -> str | None:
-    """The level that ``KVPRESS_CPU_LEVEL`` names, if any.
+    """Return the level that ``KVPRESS_CPU_LEVEL`` names, None if it is not set.
 
     Raises:
-        ValueError: it is unknown, or one that this processor lacks.
+        ValueError: the level does not exist, or this processor lacks it.
     """
-    wanted = env.cpu_level()
-    if wanted is None:
+    name = env.cpu_level()
+    if name is None:
         return None
     try:
         levels = supported_levels()
     except BuildError:
-        levels = tuple(LEVELS)  # which of them the processor has nobody can tell
-    if wanted not in levels:
-        why = "this processor lacks it" if wanted in LEVELS else "there is no such level"
-        raise ValueError(f"KVPRESS_CPU_LEVEL={wanted}: {why}; use one of {', '.join(levels)}, or unset it")
-    return wanted
+        levels = tuple(LEVELS)  # without the probe, the levels of this processor are unknown
+    if name not in levels:
+        why = "this processor lacks it" if name in LEVELS else "there is no such level"
+        raise ValueError(f"KVPRESS_CPU_LEVEL={name}: {why}; use one of {', '.join(levels)}, or unset it")
+    return name
 
 
 @functools.cache
 def best_level() -> str:
-    """The level to run, with its kernels ready: the one that ``KVPRESS_CPU_LEVEL`` names, else the processor's fastest.
+    """Load the kernels of the level that ``KVPRESS_CPU_LEVEL`` names, else of the processor's fastest, and return the level.
 
-    A level that an old compiler refuses, or that a wheel lacks, gives way to the next slower one with a warning, unless it was
-    asked for.
+    Without ``KVPRESS_CPU_LEVEL``, a level that is not in the wheel and that the compiler does not support is replaced by the
+    next slower one, with a warning.
 
     Raises:
-        ValueError: for a level that is asked for and cannot run here, see `asked_level`.
+        ValueError: ``KVPRESS_CPU_LEVEL`` names a level that cannot run here, see `asked_level`.
         BuildError: the kernels can neither be found nor compiled.
     """
-    wanted, levels = asked_level(), supported_levels()
+    configured, levels = asked_level(), supported_levels()
     refused: dict[str, BuildError] = {}
-    for level in [wanted] if wanted else reversed(levels):
+    for level in [configured] if configured else reversed(levels):
         try:
             _load([library(level, source) for source in KERNELS])
         except FolderError:
@@ -84,22 +84,25 @@ def best_level() -> str:
 
 @functools.cache
 def load(level: str, source: str = "decode.cpp") -> ctypes.CDLL:
-    """The kernels of one source at one level; raises `BuildError` where they can neither be found nor compiled."""
+    """Load the kernels of one source at one level; raises `BuildError` if they can neither be found nor compiled."""
     (kernels,) = _load([library(level, source)])
     return kernels
 
 
-def _load(wanted: Sequence[Library]) -> list[ctypes.CDLL]:
+def _load(items: Sequence[Library]) -> list[ctypes.CDLL]:
     """Load libraries, compiling those that are neither in the package nor in a cache folder."""
-    loaded = {each: kernels for each in wanted if (kernels := _packaged(each))}
-    if missing := [each for each in wanted if each not in loaded]:
+    loaded = {item: kernels for item in items if (kernels := _packaged(item))}
+    if missing := [item for item in items if item not in loaded]:
         loaded |= zip(missing, _from_cache(missing), strict=True)
-    return [loaded[each] for each in wanted]
+    return [loaded[item] for item in items]
 
 
-def _packaged(wanted: Library) -> ctypes.CDLL | None:
-    """The library that the installed package brings. Who may write there may write this file too, so no owner is checked."""
-    path = wanted.find(libraries.PACKAGED)
+def _packaged(item: Library) -> ctypes.CDLL | None:
+    """Load a library from the installed package, else return None.
+
+    The owner of the folder is not checked: a user who can write there can also change this file.
+    """
+    path = item.find(libraries.PACKAGED)
     try:
         return _open(path) if path else None
     except OSError as error:
@@ -108,7 +111,7 @@ def _packaged(wanted: Library) -> ctypes.CDLL | None:
 
 
 def _from_cache(missing: Sequence[Library]) -> list[ctypes.CDLL]:
-    """Load libraries from the first folder that can hold them and whose files may be run."""
+    """Load libraries from the first cache folder that can be used, compiling those that it lacks."""
     failed: list[str] = []
     for folder in env.cache_dirs():
         try:
@@ -130,48 +133,48 @@ def _open(path: Path) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(path))
     except OSError:
-        # Its OpenMP functions are usually found in the runtime of torch; one without OpenMP needs the system's.
+        # OpenMP functions usually resolve to the runtime of torch; a torch without OpenMP needs that of the system.
         with contextlib.suppress(OSError):
             ctypes.CDLL("libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
         return ctypes.CDLL(str(path))
 
 
-def compiled(wanted: Sequence[Library], folder: Path) -> list[Path]:
-    """Files of libraries in a cache folder, compiled where it has none that are whole.
+def compiled(items: Sequence[Library], folder: Path) -> list[Path]:
+    """Return the files of libraries in a cache folder, compiling those that are missing or damaged.
 
     Raises:
-        BuildError: they do not compile.
+        BuildError: a library does not compile.
         OSError: the folder cannot be used.
     """
     key = libraries.compiler_key()
-    folders = [folder, *(folder / level for level in sorted({each.level for each in wanted}))]
+    folders = [folder, *(folder / level for level in sorted({item.level for item in items}))]
 
     def find() -> dict[Library, Path]:
         for path in folders:
             if path.exists():
                 _check_owner(path)
-        return {each: whole for each in wanted if (whole := each.find(folder, key))}
+        return {item: file for item in items if (file := item.find(folder, key))}
 
-    found = find()
-    if len(found) < len(wanted):
-        for level in {each.level for each in wanted if each not in found}:
+    files = find()
+    if len(files) < len(items):
+        for level in {item.level for item in items if item not in files}:
             libraries.check_compiler(level)
         for path in folders:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.ExitStack() as locks:
             for path in folders[1:]:
                 locks.enter_context(_alone_in(path))
-            found = find()  # another process may have compiled them meanwhile
-            todo = [each for each in wanted if each not in found]
-            with _announced(todo, folder):
-                found |= zip(todo, libraries.compile_all(todo, folder), strict=True)
-    return [found[each] for each in wanted]
+            files = find()  # another process may have compiled some meanwhile
+            missing = [item for item in items if item not in files]
+            with _announced(missing, folder):
+                files |= zip(missing, libraries.compile_all(missing, folder), strict=True)
+    return [files[item] for item in items]
 
 
 @contextlib.contextmanager
-def _announced(todo: list[Library], folder: Path) -> Iterator[None]:
-    """Say what is being compiled, and how long it took; the probe takes no time worth a word."""
-    names = ", ".join(f"{Path(each.source).stem} for {each.level}" for each in todo if each.source != PROBE)
+def _announced(missing: list[Library], folder: Path) -> Iterator[None]:
+    """Log the libraries that are compiled, and the time; the probe compiles too fast to be logged."""
+    names = ", ".join(f"{Path(item.source).stem} for {item.level}" for item in missing if item.source != PROBE)
     started = time.monotonic()
     if names:
         libraries.logger.warning("compiling CPU kernels with %s, once: %s", libraries.compiler(), names)
@@ -181,7 +184,7 @@ def _announced(todo: list[Library], folder: Path) -> Iterator[None]:
 
 
 def _check_owner(folder: Path) -> None:
-    """Refuse a folder that others could put libraries into: what lies there is run."""
+    """Refuse a folder that another user could write libraries to: they would be run."""
     state = folder.stat()
     if state.st_uid not in (env.user(), 0) or state.st_mode & stat.S_IWOTH:
         raise PermissionError(f"{folder} belongs to another user, or others can write to it")
@@ -189,9 +192,9 @@ def _check_owner(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Wait until no other process builds in a folder. The lock ends with its process; file systems without locks do without.
+    """Wait until no other process compiles into a folder; on file systems without locks, do not wait.
 
-    The folder itself is locked, so that nothing but libraries lies in it; `filelock` would add a file.
+    The lock ends with its process. The folder itself is locked, so that it holds libraries only; `filelock` would add a file.
     """
     try:
         import fcntl

@@ -19,16 +19,16 @@ logger = logging.getLogger("kvpress")
 
 
 class Stored(Protocol):
-    """What tells the rest of a C structure by itself."""
+    """Object with a packed C struct."""
 
     @property
     def structure(self) -> bytes:
-        """The bytes of its fields."""
+        """Bytes of the struct."""
 
 
 @functools.cache
 def level() -> str | None:
-    """The instruction-set level that runs here, see `build.best_level`; None, with one warning, if none can be built."""
+    """Return the instruction-set level that runs, see `build.best_level`; None, with one warning, if none can be built."""
     try:
         return build.best_level()
     except build.BuildError as error:
@@ -41,12 +41,12 @@ def level() -> str | None:
 
 
 def available(tensor: Tensor) -> bool:
-    """Whether the kernels can run on this tensor's device."""
+    """Whether the C++ kernels can run on the device of a tensor."""
     return runs_on(tensor.device)
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether the kernels can run on a device. They are found, loaded or compiled when this is first asked in a process."""
+    """Whether the C++ kernels can run on a device; the first call in a process loads or compiles them."""
     return device.type == "cpu" and env.cpu_kernels_enabled() and level() is not None
 
 
@@ -55,10 +55,10 @@ def run(source: str, entry: str, *fields: Field, stored: Stored | None = None, l
 
     Args:
         source: file that defines the entry point.
-        entry: its name.
-        fields: the structure in order, see `formats.fields.packed`.
-        stored: what comes after these fields.
-        level: instruction-set level; the best one by default.
+        entry: name of the entry point.
+        fields: fields of the structure in order, see `formats.fields.packed`.
+        stored: object whose packed struct follows these fields.
+        level: instruction-set level; the fastest one by default.
     """
     kernels = build.load(level or build.best_level(), source)
     result: int = getattr(kernels, entry)(packed(fields) + (b"" if stored is None else stored.structure))
@@ -66,12 +66,12 @@ def run(source: str, entry: str, *fields: Field, stored: Stored | None = None, l
 
 
 def address(source: str, entry: str, level: str | None = None) -> int:
-    """Return where an entry point lies, for one that calls others; arguments as of `run`."""
+    """Return the address of an entry point, for one that calls others; arguments as in `run`."""
     return _address(source, entry, level or build.best_level())
 
 
 @functools.cache
 def _address(source: str, entry: str, level: str) -> int:
-    place = ctypes.cast(getattr(build.load(level, source), entry), ctypes.c_void_p).value
-    assert place is not None  # noqa: S101 - for type checkers
-    return place
+    pointer = ctypes.cast(getattr(build.load(level, source), entry), ctypes.c_void_p).value
+    assert pointer is not None  # noqa: S101 - for type checkers
+    return pointer

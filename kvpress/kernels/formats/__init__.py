@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How pairs are stored and addressed: plain data that checks itself, decodes in plain torch, and lists its fields for C."""
+"""Storage formats of pairs, and operands of kernels: dataclasses that check, decode and list their fields for C."""

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of codes that name centroids of a few neighbouring channels: coupled quantisation, scalar codebooks, TurboQuant.
+"""Codebook-quantised rows, a code per c neighbouring channels: coupled quantisation, scalar codebooks, TurboQuant.
 
-With c coupled channels and E entries per book, codes of b bits packed as in `kvpress.kernels.formats.packing`:
+With E entries per codebook ("book"), and codes of b bits packed as in `kvpress.kernels.formats.packing`:
 
     codes uint8 [R, D / c * b / 8]      book [books, D / c or 1, E, c] float16 or float32, E <= 2 ** b
 
     row[r, g * c + j] = row_scale[r] * book[stream % books, g, unpack(codes[r])[g], j]
 
-A book of one group serves all groups. A code past the end of its book names the last entry. Outliers are added last, before
-the rotary embedding.
+A book of one group serves all groups. A code past the end of its book stands for the last entry. Outliers are added last,
+before the rotary embedding.
 """
 
 from __future__ import annotations
@@ -28,29 +28,26 @@ from kvpress.kernels.formats.rotary import Rotary
 
 @dataclass(frozen=True)
 class Coded:
-    """One side of a coded cache.
-
-    Args:
-        codes: uint8 [R, D / c * bits / 8]; rows may be strided, elements of a row may not.
-        book: centroids [books, D / c or 1, E, c], float16 or float32; stream n reads book ``n % books``.
-        bits: bits per code: 1, 2, 3, 4, 8, 9, 10 or 12.
-        row_scale: factor of each row, float32, bfloat16 or float16 [R].
-        rotary: rotary embedding that keys get as they are read; not for values.
-        correction: outliers that are added to the decoded rows; no low-rank terms.
-    """
+    """Keys or values of a cache with codebooks."""
 
     codes: Tensor
+    """Packed codes, uint8 [R, D / c * bits / 8]; rows may be strided, elements of a row may not."""
     book: Tensor
+    """Centroids [books, D / c or 1, E, c], float16 or float32; stream n reads book ``n % books``."""
     bits: int
+    """Bits per code: 1, 2, 3, 4, 8, 9, 10 or 12."""
     row_scale: Tensor | None = None
+    """Factor of each row, float32, bfloat16 or float16 [R]."""
     rotary: Rotary | None = None
+    """Rotary embedding applied to keys when they are read; None for values."""
     correction: Correction | None = None
+    """Outliers added to the decoded rows; no low-rank terms."""
 
     name: ClassVar[str] = "coded"
 
     @property
     def storage(self) -> Tensor:
-        """The tensor of R rows, whose device runs the kernels."""
+        """Tensor of R rows; its device runs the kernels."""
         return self.codes
 
     @property
@@ -64,7 +61,7 @@ class Coded:
         return self.groups * self.book.shape[3]
 
     def read(self, rows: Tensor, stream: int = 0) -> Tensor:
-        """Float32 [S, D] of the given rows [S] of a stream."""
+        """Decode the rows with numbers [S] of a stream: float32 [S, D]."""
         codes = unpack(self.codes[rows], self.bits).long().clamp_max(self.book.shape[2] - 1)
         book = self.book[stream % self.book.shape[0]].expand(codes.shape[1], -1, -1)
         values = book[torch.arange(codes.shape[1], device=codes.device), codes].float().flatten(1)
@@ -75,13 +72,13 @@ class Coded:
         return values if self.rotary is None else self.rotary.rotate(values, self.rotary.at(stream, rows))
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """All that is stored."""
+        """Return all tensors."""
         rotary = () if self.rotary is None else self.rotary.tensors()
         correction = () if self.correction is None else self.correction.tensors()
         return self.codes, self.book, self.row_scale, *rotary, *correction
 
     def check(self, name: str, rows: int, channels: int | None = None) -> None:
-        """Refuse codes, books and scales that do not belong together; `channels` are those of the queries, if they must be."""
+        """Refuse codes, books and scales that do not match; `channels` is the number of the queries' channels, None for any."""
         book, bits = self.book, self.bits
         if bits not in CODE_BITS:
             raise ValueError(f"{name}.bits must be one of {CODE_BITS}, got {bits}")
@@ -111,14 +108,14 @@ class Coded:
             self.correction.check(f"{name}.correction", rows, groups * coupled)
 
     def check_stored(self, name: str, listed: list[Tensor], streams: list[int]) -> None:
-        """Refuse streams whose rows stand at positions without angles, or have outliers that are not stored."""
+        """Refuse streams whose rows have positions without angles, or outliers that are not stored."""
         if self.correction is not None:
             self.correction.check_stored(f"{name}.correction", listed, self.channels)
         if self.rotary is not None:
             self.rotary.check_stored(listed, streams)
 
     def fields(self) -> tuple[Field, ...]:
-        """``Coded`` of cpu/coded_problem.h."""
+        """Return the fields of ``Coded`` in cpu/coded_problem.h."""
         books, book_groups, entries, coupled = self.book.shape
         half = int(self.book.dtype == torch.float16)
         scale = 0 if self.row_scale is None else DTYPES[self.row_scale.dtype]

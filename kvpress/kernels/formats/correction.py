@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What quantised rows lost, kept beside their codes: a low-rank product per run of rows, and single channels (GEAR).
+"""Corrections of the quantisation error, stored beside codes: a low-rank product per chunk of rows, and outliers (GEAR).
 
     row[r] += factor[r] @ basis[chunk[r]]
     row[r, channel[i]] += delta[i]      for first[r] <= i < first[r + 1]
 
-A chunk is a run of rows that were approximated together, so chunks ascend along the rows of a stream.
+A chunk is a run of rows that were approximated together, so chunk numbers ascend along the rows of a stream.
 """
 
 from __future__ import annotations
@@ -19,56 +19,53 @@ from kvpress.kernels.formats.fields import DTYPES, Field
 
 MOST_RANK = 16
 MOST_CHANNELS = 256
-"""The channel of an outlier is stored as a byte."""
+"""Most channels of a row with outliers, whose channel is stored as a byte."""
 
 
 @dataclass(frozen=True)
 class Correction:
-    """Terms added to the decoded rows of one side: low-rank terms, outliers, or both.
-
-    Args:
-        factor: float16 or float32 [R, rank].
-        basis: [C, rank, D] of the dtype of factor.
-        chunk: the basis of each row, int32 [R].
-        first: where the outliers of each row begin, int32 [R + 1].
-        channel: channel of each outlier, uint8 [E]; a row names a channel once.
-        delta: what is added there, float16 or float32 [E].
-    """
+    """Terms added to decoded keys or values: low-rank terms, outliers, or both."""
 
     factor: Tensor | None = None
+    """Low-rank factor of each row, float16 or float32 [R, rank]."""
     basis: Tensor | None = None
+    """Low-rank basis of each chunk, [C, rank, D], in the dtype of `factor`."""
     chunk: Tensor | None = None
+    """Chunk of each row, int32 [R]."""
     first: Tensor | None = None
+    """Index of the first outlier of each row, int32 [R + 1]."""
     channel: Tensor | None = None
+    """Channel of each outlier, uint8 [E]; no two of a row are equal."""
     delta: Tensor | None = None
+    """Number added to the channel of each outlier, float16 or float32 [E]."""
 
     def __post_init__(self) -> None:
         tensors = self.tensors()
-        for names, part in (("factor, basis and chunk", tensors[:3]), ("first, channel and delta", tensors[3:])):
-            given = sum(tensor is not None for tensor in part)
-            if given not in (0, len(part)):
-                raise ValueError(f"a correction needs {names} together, got {given} of them")
+        for names, term in (("factor, basis and chunk", tensors[:3]), ("first, channel and delta", tensors[3:])):
+            count = sum(tensor is not None for tensor in term)
+            if count not in (0, len(term)):
+                raise ValueError(f"a correction needs {names} together, got {count} of them")
 
     def tensors(self) -> list[Tensor | None]:
-        """All fields in order."""
+        """Return all fields in order."""
         return [self.factor, self.basis, self.chunk, self.first, self.channel, self.delta]
 
     @property
     def low_rank(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Factor, basis and chunk."""
+        """Factor, basis and chunk; None without low-rank terms."""
         if self.factor is None or self.basis is None or self.chunk is None:
             return None
         return self.factor, self.basis, self.chunk
 
     @property
     def outliers(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """First, channel and delta."""
+        """First, channel and delta; None without outliers."""
         if self.first is None or self.channel is None or self.delta is None:
             return None
         return self.first, self.channel, self.delta
 
     def dense(self, rows: Tensor, dim: int) -> Tensor:
-        """Sum of the terms of rows [S], float32 [S, dim]."""
+        """Return the sum of the terms of rows [S], float32 [S, dim]."""
         out = torch.zeros(len(rows), dim, device=rows.device)
         if self.low_rank is not None:
             factor, basis, chunk = self.low_rank
@@ -82,7 +79,7 @@ class Correction:
         return out
 
     def check(self, name: str, rows: int, channels: int) -> None:
-        """Refuse shapes and dtypes that do not belong together; what rows refer to is checked when they are read."""
+        """Refuse shapes and dtypes that do not match; `check_stored` checks chunk numbers and outliers."""
         if self.low_rank is not None:
             factor, basis, chunk = self.low_rank
             checks.shape(f"{name}.factor", factor, (rows, "rank"), torch.float16, torch.float32)
@@ -103,7 +100,7 @@ class Correction:
                 checks.contiguous(f"tensors of {name}", tensor)
 
     def check_stored(self, name: str, rows: list[Tensor], channels: int) -> None:
-        """Refuse streams whose rows name chunks, outliers or channels that do not exist."""
+        """Refuse streams whose rows refer to chunks, outliers or channels that do not exist."""
         for n, listed in enumerate(rows):
             if not self._stores(listed, channels):
                 raise ValueError(f"stream {n} refers to chunks, outliers or channels outside the {name}")
@@ -122,7 +119,7 @@ class Correction:
         return not bool((channel[_entries(first, rows)[1]].int() >= channels).any())
 
     def fields(self) -> tuple[Field, ...]:
-        """``Correction`` of cpu/problem.h."""
+        """Return the fields of ``Correction`` in cpu/problem.h."""
         factor_dtype = delta_dtype = rank = bases = outliers = 0
         if self.low_rank is not None:
             factor, basis, _ = self.low_rank
@@ -134,11 +131,11 @@ class Correction:
 
 
 NOTHING = (0,) * 11
-"""`Correction.fields` of no correction."""
+"""Fields as those of `Correction.fields`, for rows without a correction."""
 
 
 def _entries(first: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """All outliers of the rows: whose they are, as a position in `rows`, and where they are stored."""
+    """Return the index in `rows` of the row of each outlier of these rows, and the index of the outlier in storage."""
     begin = first[rows].long()
     counts = first[rows + 1] - begin
     owner = torch.arange(len(rows), device=rows.device).repeat_interleave(counts)

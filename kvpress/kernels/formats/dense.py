@@ -14,15 +14,16 @@ from kvpress.kernels.formats.fields import DTYPES, Field
 
 @dataclass(frozen=True)
 class Dense:
-    """One side of a cache: rows [R, D]; float32, bfloat16 or float16. Rows may be strided, elements of a row may not."""
+    """Keys or values of a cache in the model's dtype."""
 
     data: Tensor
+    """Rows [R, D]; float32, bfloat16 or float16. Rows may be strided, elements of a row may not."""
 
     name: ClassVar[str] = "dense"
 
     @property
     def storage(self) -> Tensor:
-        """The tensor of R rows, whose device runs the kernels."""
+        """Tensor of R rows; its device runs the kernels."""
         return self.data
 
     @property
@@ -31,23 +32,23 @@ class Dense:
         return self.data.shape[1]
 
     def read(self, rows: Tensor, stream: int = 0) -> Tensor:
-        """Float32 [S, D] of the given rows [S]."""
+        """Return the rows with numbers [S], float32 [S, D]."""
         return self.data[rows].float()
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """All that is stored."""
+        """Return all tensors."""
         return (self.data,)
 
     def check(self, name: str, rows: int, channels: int | None = None) -> None:
-        """Refuse data of another shape or dtype; `channels` are those of the queries, if they must be."""
+        """Refuse data of another shape or dtype; `channels` is the number of channels of the queries, None for any."""
         checks.shape(name, self.data, (rows, "Dv" if channels is None else channels), *checks.FLOATS)
         checks.rows_layout(name, self.data)
 
     def check_stored(self, name: str, listed: list[Tensor], streams: list[int]) -> None:
-        """Refuse streams whose rows name something that is not stored; dense rows name nothing."""
+        """Accept all streams: dense rows refer to nothing else."""
 
     def fields(self) -> tuple[Field, ...]:
-        """``Rows`` of cpu/problem.h."""
+        """Return the fields of ``Rows`` in cpu/problem.h."""
         data = self.data
         return (data, None, None, None, data.shape[1], data.stride(0), DTYPES[data.dtype], *_UNUSED)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of binary digits that come together in channels: codes of several widths in a row, read as one operand of one bit."""
+"""Basis of rows of binary digits: codes of several widths, read as one operand of one-bit codes."""
 
 from __future__ import annotations
 
@@ -14,24 +14,20 @@ from kvpress.kernels.formats.basis import Basis
 
 @dataclass(frozen=True, kw_only=True)
 class Digits(Basis):
-    """The basis of rows whose S entries are parts of C channels, by head h = n % heads of stream n.
+    """Basis of rows whose S entries are binary digits of C channels, for head h = n % heads of stream n.
 
         key or value of stream n = x @ rotation[h].T,   x[c] = sum over s with channel[h, s] = c of weight[h, s] * row[s]
 
-    A code of b bits is b digits of -1 or 1, whose weights are half a step times 1, 2, .., 2^(b - 1). Heads may divide S digits
-    among their channels each in another way.
-
-    Args:
-        rotation: float32 or float16 [heads, D, C].
-        channel: which channel a digit belongs to, int16 [heads, S].
-        weight: what a digit counts for, float32 [heads, S].
-        scale: None.
-        centre: None.
+    A code of b bits is b digits of -1 or 1, whose weights are half a step times 1, 2, .., 2^(b - 1). Each head may divide its S
+    digits among channels differently. `scale` and `centre` must be None.
     """
 
     rotation: Tensor
+    """Rotation of each head, float32 or float16 [heads, D, C]."""
     channel: Tensor
+    """Channel of each digit, int16 [heads, S]."""
     weight: Tensor
+    """Weight of each digit, float32 [heads, S]."""
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         return *super().tensors(), self.channel, self.weight
@@ -45,25 +41,25 @@ class Digits(Basis):
         checks.shape(f"{name}.weight", self.weight, (heads, channels), torch.float32)
 
     def enter(self, q: Tensor, stream: Tensor | None) -> Tensor:
-        head, q = self._heads(q, stream), self._turned(q.float(), stream, self.rotation)
+        head, q = self._heads(q, stream), self._rotate(q.float(), stream, self.rotation)
         channel = self.channel[head][:, None].long()
         return q.gather(2, channel.expand(-1, q.shape[1], -1)) * self.weight[head][:, None]
 
     def leave(self, out: Tensor, stream: Tensor | None) -> Tensor:
         head = self._heads(out, stream)
         channel = self.channel[head][:, None].long().expand_as(out)
-        whole = out.new_zeros(*out.shape[:2], self.rotation.shape[2])
-        whole.scatter_add_(2, channel, out * self.weight[head][:, None])
-        return self._turned(whole, stream, self.rotation.mT)
+        values = out.new_zeros(*out.shape[:2], self.rotation.shape[2])
+        values.scatter_add_(2, channel, out * self.weight[head][:, None])
+        return self._rotate(values, stream, self.rotation.mT)
 
     def _heads(self, vectors: Tensor, stream: Tensor | None) -> Tensor:
-        """The head of each of N vectors [N, M, D], int64 [N]."""
+        """Return the head of vectors [N, M, D], int64 [N]."""
         streams = torch.arange(len(vectors), device=vectors.device) if stream is None else stream
         return streams % len(self.rotation)
 
-    def _turned(self, vectors: Tensor, stream: Tensor | None, by: Tensor) -> Tensor:
-        """Vectors [N, M, .] times the matrix `by` [heads, ., .] of their head."""
-        if stream is not None or len(vectors) % len(by):
-            return vectors @ by[self._heads(vectors, stream)].float()
-        rows = vectors.unflatten(0, (-1, len(by)))  # no matrix is copied for a stream
-        return torch.einsum("bhmi,hij->bhmj", rows, by.float()).flatten(0, 1)
+    def _rotate(self, vectors: Tensor, stream: Tensor | None, matrices: Tensor) -> Tensor:
+        """Multiply vectors [N, M, .] by the matrix of their head, of `matrices` [heads, ., .]."""
+        if stream is not None or len(vectors) % len(matrices):
+            return vectors @ matrices[self._heads(vectors, stream)].float()
+        rows = vectors.unflatten(0, (-1, len(matrices)))  # avoids a copy of the matrix for each stream
+        return torch.einsum("bhmi,hij->bhmj", rows, matrices.float()).flatten(0, 1)

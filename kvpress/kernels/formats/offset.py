@@ -14,24 +14,22 @@ from kvpress.kernels.formats.rotary import STEP, Rotary
 
 @dataclass(frozen=True)
 class Offset:
-    """Key r of stream n is the stored row plus ``rotate(centre[n])`` at the position of the row.
+    """Offset of keys: key r of stream n is the stored row plus ``rotate(centre[n])`` at the position of the row.
 
-    Queries meet the rotated centre by position, not by row: their products with it are those of one matrix product for each
-    query, whatever the format of the rows, and kernels look them up.
-
-    Args:
-        centre: float32, bfloat16 or float16 [streams, D]; the leading channels are rotated as two halves.
-        rotary: angles, and where the rows stand.
-        order: which channel of keys and queries stands at each channel of the centre, int64 [D]; None for the same one.
+    The product of a query with the rotated centre depends on the position only. One matrix product per query computes it for
+    all positions, in any format of rows, and kernels look it up.
     """
 
     centre: Tensor
+    """Centre of each stream, float32, bfloat16 or float16 [streams, D]; the leading channels are rotated as two halves."""
     rotary: Rotary
+    """Angles, and positions of the rows."""
     order: Tensor | None = None
+    """Channel of keys and queries that each channel of the centre belongs to, int64 [D]; None for the same one."""
 
     @property
     def places(self) -> int:
-        """Positions that a query has a product for."""
+        """Number of positions that angles, and so products, exist for."""
         return STEP * len(self.rotary.coarse)
 
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -39,7 +37,7 @@ class Offset:
         return self.centre, *self.rotary.tensors(), self.order
 
     def check(self, name: str, rows: int, channels: int) -> None:
-        """Refuse a centre and angles that do not fit keys of so many channels."""
+        """Refuse a centre and angles that do not fit keys of `channels` channels."""
         checks.shape(f"{name}.centre", self.centre, ("streams", channels), *checks.FLOATS)
         self.rotary.check(f"{name}.rotary", rows, channels)
         if self.order is not None:
@@ -48,17 +46,17 @@ class Offset:
     def rows(self, stream: int | Tensor, rows: Tensor) -> Tensor:
         """Return the rotated centre of rows [S] of one stream, or of a stream for each row, float32 [S, D]."""
         at = self.rotary.at(stream, rows)
-        turned = self.rotary.rotate(self.centre[stream].float().expand(len(rows), -1), at)
-        return turned if self.order is None else torch.empty_like(turned).index_copy_(1, self.order, turned)
+        rotated = self.rotary.rotate(self.centre[stream].float().expand(len(rows), -1), at)
+        return rotated if self.order is None else torch.empty_like(rotated).index_copy_(1, self.order, rotated)
 
     def products(self, q: Tensor, stream: Tensor | None) -> Products:
-        """Multiply queries [N, M, D] with the centre of their stream at every position of the angles."""
+        """Multiply queries [N, M, D] with the centre of their stream, rotated to every position that has angles."""
         centre = (self.centre if stream is None else self.centre[stream]).float()[:, None]
         q = q.float() if self.order is None else q.float()[..., self.order]
         coarse, fine = self.rotary.coarse, self.rotary.fine
         half = fine.shape[2]
         (low, high), (a, b) = (x[..., : 2 * half].unflatten(-1, (2, half)).unbind(-2) for x in (q, centre))
-        # A rotation by an angle t turns the product into cos(t) x + sin(t) y; that by a coarse angle comes first.
+        # Rotating the centre by t changes a product into cos(t) x + sin(t) y. Coarse angles are applied first, then fine ones.
         x, y = (low * a + high * b)[:, :, None], (high * a - low * b)[:, :, None]
         cos, sin = coarse.unbind(1)
         blocks = torch.cat([x * cos + y * sin, y * cos - x * sin], dim=-1)
@@ -69,7 +67,7 @@ class Offset:
         return Products(by_position, shift, self.rotary.positions)
 
     def check_stored(self, listed: list[Tensor], streams: list[int]) -> None:
-        """Refuse streams with a row whose angles are not in the tables."""
+        """Refuse streams with a row whose position has no angles."""
         self.rotary.check_stored(listed, streams)
 
 
@@ -77,19 +75,17 @@ class Offset:
 class Products:
     """Numbers that are added to the products of queries with rows, by the position of the row.
 
-    Row r of stream n stands at ``positions[r] + shift[n]``.
-
-    Args:
-        by_position: float32 [N, M, P].
-        shift: int64 [N].
-        positions: int32 [R], or None for the row numbers themselves.
+    The position of row r of stream n is ``positions[r] + shift[n]``.
     """
 
     by_position: Tensor
+    """Product of each query with the offset at each position, float32 [N, M, P]."""
     shift: Tensor
+    """Added to the positions of each stream's rows, int64 [N]."""
     positions: Tensor | None
+    """Position of each row before the shift, int32 [R]; None for the row number."""
 
     def of(self, n: int, rows: Tensor) -> Tensor:
-        """Return those of rows [S] of stream n, float32 [M, S]."""
+        """Return the products for rows [S] of stream n, float32 [M, S]."""
         at = (rows if self.positions is None else self.positions[rows]).long() + self.shift[n]
         return self.by_position[n][:, at]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kernels take: `Rows` that are stored, which of them each stream attends to, and `Options` of the logits.
+"""Operands of kernels: stored `Rows`, the rows of each stream (`Ranges` or `Listed`), and `Options` of the logits.
 
-A stream is one batch row and one key-value head; its queries are the query heads of the group times the new tokens.
+A stream is one row of the batch and one KV head; its queries are the query heads of the GQA group times the new tokens.
 A ragged cache passes the offsets of its segments; a rectangular window [B, H, capacity, D] is viewed as
 [B * H * capacity, D] with ``starts = n * capacity`` plus the left padding.
 
@@ -33,35 +33,32 @@ Side: TypeAlias = Dense | Packed | Coded
 _WEIGHTS = torch.float32, torch.float16
 
 
-class _Told:
-    """What remembers how it is told to a kernel: addresses, which a copy does not take over."""
+class _Caching:
+    """Base of dataclasses that cache their packed C struct; copies drop the cache, which holds addresses of tensors."""
 
     def __getstate__(self) -> dict[str, object]:
         return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
-class Rows(_Told):
+class Rows(_Caching):
     """Stored pairs of keys and values, both in the same format.
 
-    What is read many times should be one object: it remembers which queries it fits, and how it is told to a compiled kernel.
-
-    Args:
-        keys: [R, D] in their format.
-        values: [R, Dv].
-        log_weight: added to the logit of each row, float32 or float16 [R]: log n for a row that stands for n equal ones. It
-            is held as kernels read it, float32.
-        key_basis: basis that keys are stored in.
-        value_basis: basis that values are stored in.
-        key_offset: what is added to keys, out of their basis, by the positions of rows.
+    Reuse the object for rows that are read many times: it caches its argument checks and its packed C struct.
     """
 
     keys: Side
+    """Keys [R, D]."""
     values: Side
+    """Values [R, Dv]."""
     log_weight: Tensor | None = None
+    """Added to the logit of each row, float32 or float16 [R]: log n for a row that stands for n equal ones; stored float32."""
     key_basis: Basis | None = None
+    """Basis that keys are stored in."""
     value_basis: Basis | None = None
+    """Basis that values are stored in."""
     key_offset: Offset | None = None
+    """Vector added to keys, outside of their basis, rotated to the positions of rows."""
 
     def __post_init__(self) -> None:
         if self.log_weight is not None and self.log_weight.dtype in _WEIGHTS:
@@ -78,7 +75,7 @@ class Rows(_Told):
         return self.key_basis is None and self.value_basis is None and self.key_offset is None
 
     def fields(self) -> tuple[Field, ...]:
-        """Both sides as ``Problem`` of cpu/problem.h, or ``CodedProblem`` of cpu/coded_problem.h, ends with them."""
+        """Return the last fields of ``Problem`` in cpu/problem.h, or of ``CodedProblem`` in cpu/coded_problem.h: both sides."""
         angles: tuple[Field, ...] = ()
         if isinstance(self.keys, Coded):
             angles = UNTURNED if self.keys.rotary is None else self.keys.rotary.fields()
@@ -86,32 +83,32 @@ class Rows(_Told):
 
     @cached_property
     def structure(self) -> bytes:
-        """`fields` as a compiled kernel reads them."""
+        """C struct of `fields`, packed."""
         return packed(self.fields())
 
     @cached_property
     def _fits(self) -> set[tuple[int, torch.device]]:
-        """Head dims and devices of queries that these rows were checked with."""
+        """Head dimensions and devices of queries that these rows were checked with."""
         return set()
 
     def check(self, q: Tensor) -> None:
         """Refuse rows that do not fit queries [N, M, D], or each other."""
-        asked = q.shape[2], q.device
-        if asked not in self._fits:
+        query = q.shape[2], q.device
+        if query not in self._fits:
             self._check(q)
-            self._fits.add(asked)
+            self._fits.add(query)
 
     def _check(self, q: Tensor) -> None:
         keys, values, rows = self.keys, self.values, self.count
         if type(keys) is not type(values):
             raise TypeError(f"keys and values must have one format, got {keys.name} keys and {values.name} values")
-        turned = self.key_basis is not None and self.key_basis.rotation is not None
-        keys.check("keys", rows, None if turned else q.shape[2])
+        rotated = self.key_basis is not None and self.key_basis.rotation is not None
+        keys.check("keys", rows, None if rotated else q.shape[2])
         values.check("values", rows)
         if isinstance(keys, Dense) and keys.data.dtype != values.storage.dtype:
             raise ValueError(f"values must be {keys.data.dtype} like keys, got {values.storage.dtype}")
         if isinstance(values, Packed) and values.row_scale is not None:
-            raise ValueError("values.row_scale must be None: only keys have factors of rows beside their scales")
+            raise ValueError("values.row_scale must be None: only keys have a factor per row besides their scales")
         if isinstance(keys, Coded) and isinstance(values, Coded):
             if values.book.shape[0] != keys.book.shape[0]:
                 books = keys.book.shape[0]
@@ -131,12 +128,12 @@ class Rows(_Told):
             checks.same_device(q, *self.key_offset.tensors())
 
     def check_streams(self, stream: Tensor | None, streams: int) -> None:
-        """Refuse a stream index, or a number of streams, that operands with an entry per stream do not fit."""
+        """Refuse a stream index, or a number of streams, that does not fit the operands with an entry per stream."""
         operands: list[tuple[str, Tensor]] = []
         for name, basis in (("key_basis", self.key_basis), ("value_basis", self.value_basis)):
-            for part in ("scale", "centre"):
-                if basis is not None and (held := getattr(basis, part)) is not None:
-                    operands.append((f"{name}.{part}", held))
+            for field in ("scale", "centre"):
+                if basis is not None and (tensor := getattr(basis, field)) is not None:
+                    operands.append((f"{name}.{field}", tensor))
         if isinstance(self.keys, Coded) and self.keys.rotary is not None:
             operands.append(("keys.rotary.shift", self.keys.rotary.shift))
         if self.key_offset is not None:
@@ -145,14 +142,14 @@ class Rows(_Told):
         if stream is None:
             for name, operand in operands:
                 checks.shape(name, operand, (streams, *operand.shape[1:]), operand.dtype)
-        elif not stream.is_cuda and len(stream):  # a check on another device would wait for it
-            most = min((len(operand) for _, operand in operands), default=2**31)
+        elif not stream.is_cuda and len(stream):  # reading an index on a GPU would wait for it
+            limit = min((len(operand) for _, operand in operands), default=2**31)
             low, high = int(stream.min()), int(stream.max())
-            if low < 0 or high >= most:
-                raise ValueError(f"stream must be in [0, {most}), got {low} .. {high}")
+            if low < 0 or high >= limit:
+                raise ValueError(f"stream must be in [0, {limit}), got {low} .. {high}")
 
     def check_stored(self, listed: list[Tensor], streams: list[int]) -> None:
-        """Refuse streams whose rows, int64 [S] each, refer to something that is not stored."""
+        """Refuse streams whose rows, int64 [S] each, refer to groups, corrections or positions that are not stored."""
         self.keys.check_stored("keys", listed, streams)
         self.values.check_stored("values", listed, streams)
         if self.key_offset is not None:
@@ -161,20 +158,16 @@ class Rows(_Told):
 
 @dataclass(frozen=True)
 class Ranges:
-    """Each stream attends to the rows ``starts[n] .. starts[n] + lengths[n]``.
-
-    Args:
-        starts: int64 [N].
-        lengths: int64 [N].
-        stream: which stream's books, scales and shifts each one uses, int64 [N]; its own number by default.
-        longest: upper bound of all lengths, on the host, where it is known: grids on a GPU are no larger than it needs. Only
-            the reference refuses longer streams.
-    """
+    """Range of rows ``starts[n] .. starts[n] + lengths[n]`` that each stream attends to."""
 
     starts: Tensor
+    """First row of each stream, int64 [N]."""
     lengths: Tensor
+    """Rows of each stream, int64 [N]."""
     stream: Tensor | None = None
+    """Stream whose books, scales and shifts are used, int64 [N]; None for n itself."""
     longest: int | None = None
+    """Upper bound of `lengths`, None if unknown; limits the grid on a GPU. Only the reference refuses longer streams."""
 
     def check(self, q: Tensor) -> None:
         """Refuse other shapes and devices than those of queries [N, M, D]."""
@@ -184,49 +177,46 @@ class Ranges:
         checks.same_device(q, self.starts, self.lengths)
 
     def most_rows(self, stored: int) -> int:
-        """Rows of a stream at most, of so many that are stored; nothing waits for the device."""
+        """Return an upper bound of the rows of a stream, from the number of stored rows, without waiting for a GPU."""
         return stored if self.longest is None else min(stored, self.longest)
 
     def streams(self, first: int, last: int) -> Ranges:
-        """Return the ranges of some streams, each with the books, scales and shifts that it had."""
+        """Return the ranges of the streams first .. last - 1, which use the same books, scales and shifts as before."""
         return Ranges(self.starts[first:last], self.lengths[first:last], _owners(self)[first:last], self.longest)
 
     def check_stored(self, rows: int) -> None:
         """Refuse streams that leave the storage, or are longer than `longest`."""
-        most = self.most_rows(rows)
+        limit = self.most_rows(rows)
         for n, (start, length) in enumerate(zip(self.starts.tolist(), self.lengths.tolist(), strict=True)):
             if start < 0 or length < 0 or start + length > rows:
                 raise ValueError(f"stream {n} must lie in the {rows} stored rows, got {start} .. {start + length}")
-            if length > most:
-                raise ValueError(f"stream {n} must have at most longest={most} rows, got {length}")
+            if length > limit:
+                raise ValueError(f"stream {n} must have at most longest={limit} rows, got {length}")
 
     def numbers(self) -> list[Tensor]:
-        """Row numbers of each stream, int64."""
+        """Return the row numbers of each stream, int64."""
         pairs = zip(self.starts.tolist(), self.lengths.tolist(), strict=True)
         return [torch.arange(start, start + length, device=self.starts.device) for start, length in pairs]
 
 
 @dataclass(frozen=True)
 class Listed:
-    """Each stream attends to the first ``counts[n]`` of the rows listed for it; entries past them are not read.
-
-    Args:
-        rows: row numbers, int32 or int64 [N, K].
-        counts: int64 [N].
-        stream: which stream's books, scales and shifts each one uses, int64 [N]; its own number by default.
-    """
+    """List of rows that each stream attends to."""
 
     rows: Tensor
+    """Row numbers, int32 or int64 [N, K]; stream n reads its first ``counts[n]``."""
     counts: Tensor
+    """Rows of each stream, int64 [N]."""
     stream: Tensor | None = None
+    """Stream whose books, scales and shifts are used, int64 [N]; None for n itself."""
 
     @property
     def lengths(self) -> Tensor:
-        """How many rows each stream attends to, int64 [N]."""
+        """Rows of each stream, int64 [N]."""
         return self.counts
 
     def most_rows(self, stored: int) -> int:
-        """Rows of a stream at most: the entries of its list, whatever is stored."""
+        """Return an upper bound of the rows of a stream: the entries of its list."""
         del stored
         return self.rows.shape[1]
 
@@ -238,7 +228,7 @@ class Listed:
         checks.same_device(q, self.rows, self.counts)
 
     def streams(self, first: int, last: int) -> Listed:
-        """Return the lists of some streams, each with the books, scales and shifts that it had."""
+        """Return the lists of the streams first .. last - 1, which use the same books, scales and shifts as before."""
         return Listed(self.rows[first:last], self.counts[first:last], _owners(self)[first:last])
 
     def check_stored(self, rows: int) -> None:
@@ -252,7 +242,7 @@ class Listed:
                 raise ValueError(f"rows[{n}] must be in [0, {rows}), got {int(used.min())} .. {int(used.max())}")
 
     def numbers(self) -> list[Tensor]:
-        """Row numbers of each stream, int64."""
+        """Return the row numbers of each stream, int64."""
         return [row[:count].long() for row, count in zip(self.rows, self.counts.tolist(), strict=True)]
 
 
@@ -260,36 +250,38 @@ Where: TypeAlias = Ranges | Listed
 
 
 def _owners(where: Where) -> Tensor:
-    """Return the stream whose books, scales and shifts each one uses, int64 [N]."""
+    """Return the number of the stream whose books, scales and shifts each stream uses, int64 [N]."""
     return torch.arange(len(where.lengths), device=where.lengths.device) if where.stream is None else where.stream
 
 
 @dataclass(frozen=True, eq=False)
-class Part(_Told):
-    """Stored rows, and those of them that each stream attends to; what is read many times should be one object, as `Rows`."""
+class Part(_Caching):
+    """Stored rows and the rows of each stream; reuse the object for rows that are read many times, as with `Rows`."""
 
     rows: Rows
+    """Stored rows."""
     where: Where
+    """Rows that each stream attends to."""
 
     def __post_init__(self) -> None:
         where = self.where
         if isinstance(where, Listed) and where.rows.dim() == 2 and not where.rows.shape[1]:
-            # Lists have a place, which counts of zero leave unread and which is no row.
+            # Kernels expect lists of at least one entry; with counts of 0 it is not read.
             object.__setattr__(self, "where", replace(where, rows=where.rows.new_full((len(where.rows), 1), -1)))
 
     @cached_property
     def _fits(self) -> set[tuple[int, int, torch.device]]:
-        """Streams, head dims and devices of queries that this was checked with."""
+        """Number of streams, head dimensions and devices of queries that this part was checked with."""
         return set()
 
     def check(self, q: Tensor) -> None:
         """Refuse a part that does not fit queries [N, M, D]."""
-        asked = q.shape[0], q.shape[2], q.device
-        if asked not in self._fits:
+        query = q.shape[0], q.shape[2], q.device
+        if query not in self._fits:
             self.rows.check(q)
             self.where.check(q)
             self.rows.check_streams(self.where.stream, q.shape[0])
-            self._fits.add(asked)
+            self._fits.add(query)
 
     @cached_property
     def value_channels(self) -> int:
@@ -299,7 +291,7 @@ class Part(_Told):
 
     @cached_property
     def fields(self) -> tuple[Field, ...]:
-        """Which rows, as ``Attention`` of cpu/problem.h ends with them."""
+        """Last fields of ``Attention`` in cpu/problem.h: the rows of each stream."""
         starts = listed = None
         width = 0
         if isinstance(self.where, Listed):
@@ -312,7 +304,7 @@ class Part(_Told):
 
     @cached_property
     def structure(self) -> bytes:
-        """`fields`, and those of the rows, as a compiled kernel reads them."""
+        """C struct of `fields` and of those of the rows, packed."""
         return packed(self.fields) + self.rows.structure
 
 
@@ -324,20 +316,16 @@ def _check_index(stream: Tensor | None, q: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Options:
-    """How logits come from products: ``softcap(scale * q . k)``, and what else the softmax sees.
-
-    Args:
-        scale: factor of the products.
-        softcap: logits become ``softcap * tanh(logits / softcap)``.
-        causal: number Q of new tokens, the last Q rows of every stream: row m of q sees the first
-            ``lengths[n] - Q + m % Q + 1`` rows. 0 lets every query see every row.
-        sinks: logits without a value that take part in the softmax, float32 [N, M].
-    """
+    """Settings of the logits ``softcap(scale * q . k)`` and of the softmax."""
 
     scale: float
+    """Factor of the products."""
     softcap: float | None = None
+    """Bound of the logits, which become ``softcap * tanh(logits / softcap)``; None for none."""
     causal: int = 0
+    """Number Q of new tokens: query row m sees the first ``lengths[n] - Q + m % Q + 1`` rows of its stream; 0 for all rows."""
     sinks: Tensor | None = None
+    """Extra logit of each query, without a value, in its softmax, float32 [N, M]."""
 
     def check(self, q: Tensor) -> None:
         """Refuse options that do not fit queries [N, M, D]."""
@@ -350,9 +338,15 @@ class Options:
             checks.same_device(q, self.sinks)
 
     def logits(self, products: Tensor, log_weight: Tensor | None, queries: Tensor) -> Tensor:
-        """Float32 logits of products [S, T] of some query rows, int64 [S], with the T rows of a stream.
+        """Return the float32 logits of products [S, T] of query rows with the T rows of a stream.
 
-        `log_weight` [T] is that of these rows. A query has minus infinity where it does not see a row.
+        Args:
+            products: float32 [S, T].
+            log_weight: log-weights of the T rows, float32 [T], or None.
+            queries: numbers of the S query rows, int64 [S].
+
+        Returns:
+            Logits [S, T], minus infinity where a query does not see a row.
         """
         logits, length = products * self.scale, products.shape[1]
         if self.softcap is not None:

@@ -6,7 +6,7 @@ codes. With P = 8 / b parts:
 
     byte j holds code ``p * (D / P) + j`` at bit ``b * p``             b in {1, 2, 4, 8}
     the low two bits as above, then the high bit as above              b = 3
-    the low eight bits, a byte per code, then the others as above      b in {9, 10, 12}
+    the low eight bits, a byte per code, then the high bits as above   b in {9, 10, 12}
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 BITS = (1, 2, 3, 4, 8)
-"""Bits of a code that stands for a number: uniform quantisation."""
+"""Bits of a code of uniform quantisation."""
 
 CODE_BITS = (*BITS, 9, 10, 12)
-"""Bits of a code that names an entry of a book."""
+"""Bits of a code that is the index of an entry of a codebook."""
 
 
 def row_step(bits: int) -> int:
-    """The codes of a row come in multiples of this, so that they fill whole bytes."""
+    """Return the number that the codes of a row must be a multiple of to fill whole bytes."""
     return 8 // gcd(bits, 8)
 
 
@@ -49,7 +49,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(codes: Tensor, bits: int) -> Tensor:
-    """Codes [..., D] of packed rows uint8 [..., D * bits / 8]: uint8, or int16 above 8 bits."""
+    """Unpack rows uint8 [..., D * bits / 8] into codes [..., D]: uint8, or int16 above 8 bits."""
     if low := _low_bits(bits):
         width = codes.shape[-1] * low // bits
         high = unpack(codes[..., width:], bits - low)
@@ -58,5 +58,5 @@ def unpack(codes: Tensor, bits: int) -> Tensor:
 
 
 def _low_bits(bits: int) -> int:
-    """How many bits are packed before the others, or 0 where all are packed together."""
+    """Return the number of low bits that are packed before the high bits, 0 where all are packed together."""
     return 8 if bits > 8 else 2 if bits == 3 else 0

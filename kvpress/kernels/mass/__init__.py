@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stored rows receive from the attention of many queries."""
+"""Attention mass of stored rows: statistics of the softmax weights that they get from many queries."""

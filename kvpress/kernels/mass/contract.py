@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every stored row receives from the attention of many queries, beside flash attention: no queries x rows matrix.
+"""Attention mass of every stored row over many queries, to use beside flash attention: there is no queries x rows matrix.
 
 With the softmax of each query over the rows that it sees,
 
@@ -7,7 +7,7 @@ With the softmax of each query over the rows that it sees,
 
     sum[r] = sum over m of p[n, m, r]      squares[r] = sum over m of p[n, m, r] ** 2      max[r] = max over m of p[n, m, r]
 
-Rows of no stream get 0. Logits are float32 whatever the dtype of queries and keys. Keys are dense, and values are not read.
+Rows of no stream get 0. Logits are float32 for all dtypes of queries and keys. Keys are dense, and values are not read.
 
 Every back end has a function ``receive(q, rows, where, options, statistic, lse, query_weight)``.
 """
@@ -29,12 +29,12 @@ Statistic: TypeAlias = Literal["sum", "squares", "max"]
 def check(
     q: Tensor, rows: Rows, where: Ranges, options: Options, lse: Tensor | None, query_weight: Tensor | None
 ) -> None:
-    """Refuse rows, queries and per-query arrays that do not belong together."""
+    """Refuse rows, queries and per-query tensors that do not match."""
     checks.shape("q", q, ("N", "M", "D"), *checks.FLOATS)
     if not isinstance(rows.keys, Dense):
         raise TypeError(f"keys must be dense, got {rows.keys.name} keys")
     if rows.key_basis is not None:
-        raise ValueError("keys must be stored as they are, got a key_basis")
+        raise ValueError("rows.key_basis must be None: keys must be stored in the model's basis")
     rows.check(q)
     where.check(q)
     options.check(q)
@@ -47,7 +47,7 @@ def check(
 
 
 def check_apart(where: Ranges) -> None:
-    """Refuse streams that share rows: a row has room for the statistic of one."""
+    """Refuse streams that share rows: the result has one entry per row."""
     end = 0
     starts, lengths = where.starts.tolist(), where.lengths.tolist()
     for start, length, n in sorted(zip(starts, lengths, range(len(starts)), strict=True)):

@@ -24,7 +24,7 @@ def receive(
     query_weight: Tensor | None = None,
     level: str | None = None,
 ) -> Tensor:
-    """Run the kernel on checked arguments, those of `kvpress.kernels.column_mass`."""
+    """Run the kernel on checked arguments; arguments and result as in `kvpress.kernels.column_mass`."""
     streams, queries, channels = q.shape
     keys = rows.keys.storage
     out = torch.zeros(rows.count, dtype=torch.float32)

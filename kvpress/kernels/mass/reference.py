@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics of softmax weights in plain torch: the softmax of a block of queries after the other."""
+"""Statistics of softmax weights in plain torch, one block of queries after the other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvpress.kernels.formats.operand import Options, Ranges, Rows
 from kvpress.kernels.mass.contract import Statistic
 
 BLOCK = 2**22
-"""Most logits that are held at once."""
+"""Most logits in memory at a time."""
 
 
 def receive(
@@ -22,7 +22,7 @@ def receive(
     lse: Tensor | None = None,
     query_weight: Tensor | None = None,
 ) -> Tensor:
-    """Float32 [R]; the arguments are those of `kvpress.kernels.column_mass`."""
+    """Compute the statistic of each row, float32 [R]; arguments as in `kvpress.kernels.column_mass`."""
     where.check_stored(rows.count)
     out = torch.zeros(rows.count, device=q.device)
     queries = torch.arange(q.shape[1], device=q.device)
@@ -34,13 +34,13 @@ def receive(
         for block in queries.split(max(1, BLOCK // len(numbers))):
             logits = options.logits(q[n, block].float() @ keys.T, log_weight, block)
             if lse is not None:
-                whole = lse[n, block]
+                log_sum = lse[n, block]
             else:
-                whole = logits.logsumexp(-1)
+                log_sum = logits.logsumexp(-1)
                 if options.sinks is not None:
-                    whole = torch.logaddexp(whole, options.sinks[n, block])
-            # A query that sees nothing has lse = -inf; its weights must be 0, not exp(-inf + inf).
-            weights = torch.exp(logits - whole.clamp_min(torch.finfo(torch.float32).min)[:, None])
+                    log_sum = torch.logaddexp(log_sum, options.sinks[n, block])
+            # A query that sees no row has lse = -inf; its weights must be 0, not exp(-inf + inf).
+            weights = torch.exp(logits - log_sum.clamp_min(torch.finfo(torch.float32).min)[:, None])
             if query_weight is not None:
                 weights = weights * query_weight[n, block, None]
             if statistic == "max":

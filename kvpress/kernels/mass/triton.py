@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Statistics of softmax weights in Triton.
 
-One program holds a block of keys and recomputes the weights of all queries against it from their log-sum-exps, so there is
-no matrix of weights, no atomic addition, and the result is deterministic. Keys are read once; products of 16-bit keys run on
-tensor cores with float32 sums, with queries rounded to the dtype of the keys.
+One program reads a block of keys once and recomputes the weights of all queries on it from their log-sum-exps. There is no
+matrix of weights and no atomic addition, so the result is deterministic. Products of 16-bit keys run on tensor cores with
+float32 sums, with queries rounded to the dtype of the keys.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -41,7 +41,7 @@ def _kernel(
     out = tl.zeros([BN], tl.float32)
     if LOG_WEIGHT is not None:
         log_weight = tl.load(LOG_WEIGHT + row, mask=live, other=0.0) * online.LOG2E
-    queries = tl.where(first_key < length, M, 0)  # blocks past the end of the stream have nothing to do
+    queries = tl.where(first_key < length, M, 0)  # blocks past the end of the stream read no queries
     for first in tl.range(0, queries, BM):
         m = first + tl.arange(0, BM)
         live_m = m < M
@@ -73,13 +73,13 @@ def receive(
     lse: Tensor | None = None,
     query_weight: Tensor | None = None,
 ) -> Tensor:
-    """Run the kernel on checked arguments, those of `kvpress.kernels.column_mass`; overlapping streams are not refused."""
+    """Run the kernel on checked arguments, as in `kvpress.kernels.column_mass`; overlapping streams are not refused."""
     keys = rows.keys.storage
     if lse is None:
         _, lse = decode(q, Rows(rows.keys, rows.keys, rows.log_weight), where, options)
         lse = lse if options.sinks is None else torch.logaddexp(lse, options.sinks)
     if query_weight is not None:
-        # w * exp(x - lse) = exp(x - (lse - log w)); a query without weight sees nothing.
+        # w * exp(x - lse) = exp(x - (lse - log w)); a query of weight 0 sees no row.
         lse = (lse - query_weight.log()).masked_fill(query_weight == 0, float("-inf"))
     streams, queries, D = q.shape
     out = q.new_zeros(rows.count, dtype=torch.float32)

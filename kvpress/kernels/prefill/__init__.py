@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal attention of a prompt that reads chosen tiles only."""
+"""Block-sparse causal attention of a prompt."""

@@ -21,9 +21,9 @@ def attend(
     softcap: float | None,
     level: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run the kernel on checked arguments, those of `kvpress.kernels.block_prefill`."""
+    """Run the kernel on checked arguments; arguments and results as in `kvpress.kernels.block_prefill`."""
     (batch, heads, queries, channels), (kv_heads, total) = q.shape, keys.shape[1:3]
-    keys, values = (part if part.stride(-1) == 1 else part.contiguous() for part in (keys, values))
+    keys, values = (side if side.stride(-1) == 1 else side.contiguous() for side in (keys, values))
     out = torch.empty(batch, heads, queries, values.shape[-1], dtype=torch.float32)
     lse = torch.empty(batch, heads, queries, dtype=torch.float32)
     launch.run(

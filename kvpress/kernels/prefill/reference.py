@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse causal attention in plain torch: what the queries of a block read, gathered, one block after the other."""
+"""Sparse causal attention in plain torch: gathers the keys of one query block after the other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvpress.kernels.prefill.contract import Lists
 def attend(
     q: Tensor, keys: Tensor, values: Tensor, lists: Lists, real: Tensor | None, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Float32 [B, Hq, Q, Dv] and [B, Hq, Q]; the arguments are those of `kvpress.kernels.block_prefill`."""
+    """Return outputs [B, Hq, Q, Dv] and log-sum-exp [B, Hq, Q], float32; arguments as in `kvpress.kernels.block_prefill`."""
     (batch, heads, queries, _), (kv_heads, total) = q.shape, keys.shape[1:3]
     out = q.new_zeros(batch, heads, queries, values.shape[-1], dtype=torch.float32)
     lse = q.new_full((batch, heads, queries), -torch.inf, dtype=torch.float32)
@@ -31,8 +31,8 @@ def attend(
             else lists.columns[column_ends[n] : column_ends[n + 1]].long()
         )
         for i, start in enumerate(starts):
-            asked = slice(start, min(start + lists.block, queries))
-            at = torch.arange(total - queries + start, total - queries + asked.stop, device=q.device)
+            span = slice(start, min(start + lists.block, queries))
+            at = torch.arange(total - queries + start, total - queries + span.stop, device=q.device)
             tiles = lists.tiles[ends[n * len(starts) + i] : ends[n * len(starts) + i + 1]].long()
             read = (tiles[:, None] * lists.block + inside).flatten()
             if single is not None:
@@ -40,9 +40,9 @@ def attend(
             read = read[read < total]
             if real is not None:
                 read = read[real[row, read]]
-            logits = options.logits(q[row, head, asked].float() @ keys[row, kv, read].float().T, None, none)
+            logits = options.logits(q[row, head, span].float() @ keys[row, kv, read].float().T, None, none)
             logits = logits.masked_fill(read > at[:, None], -torch.inf)
-            whole = logits.logsumexp(dim=-1)
-            weights = torch.exp(logits - whole.clamp_min(torch.finfo(torch.float32).min)[:, None])
-            out[row, head, asked], lse[row, head, asked] = weights @ values[row, kv, read].float(), whole
+            log_sum = logits.logsumexp(dim=-1)
+            weights = torch.exp(logits - log_sum.clamp_min(torch.finfo(torch.float32).min)[:, None])
+            out[row, head, span], lse[row, head, span] = weights @ values[row, kv, read].float(), log_sum
     return out, lse

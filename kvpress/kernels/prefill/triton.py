@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sparse causal attention in Triton.
 
-One program attends from up to 64 queries of one block to the tiles that are listed for it, then to the single columns of its
-head. Programs of one head follow each other, so that the keys they share are found in the cache of the chip. Products of
-16-bit keys run on tensor cores with float32 sums; weights are rounded to the dtype of the values.
+One program attends from up to 64 queries of one block to its listed tiles, then to the single columns of its head. Programs of
+a head have consecutive numbers, so that the keys they share stay in the L2 cache. Products of 16-bit keys run on tensor cores
+with float32 sums; weights are rounded to the dtype of the values.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -26,7 +26,7 @@ STAGES = 2
 
 @triton.jit
 def _is_listed(block, begin, end, TILES, halvings):
-    """Whether each key block is in the ascending list between two places of `TILES`."""
+    """Whether each key block is in the ascending list from `begin` to `end` of `TILES`; a binary search."""
     low, high = begin + tl.zeros_like(block), end + tl.zeros_like(block)
     for _ in tl.range(0, halvings):
         middle = (low + high) // 2
@@ -78,24 +78,24 @@ def _kernel(
     largest = tl.full([BM], -float("inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, DVP], tl.float32)
-    place = n * tl.cdiv(queries, block) + i
-    begin = tl.load(ENDS + place - 1, mask=place > 0, other=0)
-    end = tl.load(ENDS + place)
+    list_index = n * tl.cdiv(queries, block) + i
+    begin = tl.load(ENDS + list_index - 1, mask=list_index > 0, other=0)
+    end = tl.load(ENDS + list_index)
     steps = tl.cdiv(block, BN)  # of one tile
     for step in tl.range(0, ((end - begin) * steps).to(tl.int32)):
-        rest = step % steps * BN + tl.arange(0, BN)
-        j = tl.load(TILES + begin + step // steps) * block + rest
+        column = step % steps * BN + tl.arange(0, BN)
+        j = tl.load(TILES + begin + step // steps) * block + column
         acc, largest, total = _attend(
-            q, j, (rest < block) & (j < length), at, KEYS, VALUES, REAL, key_stride, value_stride, scale, softcap,
+            q, j, (column < block) & (j < length), at, KEYS, VALUES, REAL, key_stride, value_stride, scale, softcap,
             acc, largest, total, D, DV, DP, DVP,
         )  # fmt: skip
     if COLUMNS is not None:
         first = length - queries + i * block
-        column = tl.load(COLUMN_ENDS + n - 1, mask=n > 0, other=0)
-        count = (tl.load(COLUMN_ENDS + n) - column).to(tl.int32)
+        column_begin = tl.load(COLUMN_ENDS + n - 1, mask=n > 0, other=0)
+        count = (tl.load(COLUMN_ENDS + n) - column_begin).to(tl.int32)
         for step in tl.range(0, count, BN):
-            one = step + tl.arange(0, BN)
-            j = tl.load(COLUMNS + column + one, mask=one < count, other=length)
+            entry = step + tl.arange(0, BN)
+            j = tl.load(COLUMNS + column_begin + entry, mask=entry < count, other=length)
             live = j < first
             live &= ~_is_listed(j // block, begin, end, TILES, halvings)
             acc, largest, total = _attend(
@@ -111,17 +111,17 @@ def _kernel(
 
 
 def query_rows(block: int, itemsize: int) -> int:
-    """Queries of one program, for query blocks of that many; sums of more would leave the registers."""
+    """Return the queries of one program, for blocks of `block` tokens; sums of more queries would spill from registers."""
     return min(MOST_QUERIES if itemsize < 4 else MOST_QUERIES // 2, padded(block))
 
 
 def key_rows(block: int, channels: int, itemsize: int) -> int:
-    """Keys per step, for blocks of that many and `channels` of keys and values together."""
+    """Return the keys per step, for blocks of `block` tokens and `channels` channels of keys and values together."""
     return min(block_rows(channels, itemsize), padded(block))
 
 
 def warps(row_bytes: int, columns: bool) -> int:
-    """Warps of a program, for keys and values of so many bytes: sums stay in registers, and what a second loop needs."""
+    """Return the warps of a program for `row_bytes` of a key and a value: enough registers for the sums and a second loop."""
     return 4 if row_bytes <= (256 if columns else 512) else 8
 
 
@@ -135,9 +135,9 @@ def attend(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Run the kernel on checked arguments, those of `kvpress.kernels.block_prefill`."""
+    """Run the kernel on checked arguments; arguments and results as in `kvpress.kernels.block_prefill`."""
     (batch, heads, queries, D), (kv_heads, total), DV = q.shape, keys.shape[1:3], values.shape[-1]
-    keys, values = (part if part.stride(-1) == 1 else part.contiguous() for part in (keys, values))
+    keys, values = (side if side.stride(-1) == 1 else side.contiguous() for side in (keys, values))
     out = q.new_empty(batch, heads, queries, DV, dtype=torch.float32)
     lse = q.new_empty(batch, heads, queries, dtype=torch.float32)
     if not lse.numel():

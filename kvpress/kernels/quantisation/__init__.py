@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows to packed integers."""
+"""Quantisation of rows to packed integer codes."""

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantise rows to the nearest of ``2 ** bits`` levels between the extremes of each group, and pack the codes.
 
-Layout and decoding are those of `kvpress.kernels.formats.packed`. With minimum and maximum over the group, in float32:
+`kvpress.kernels.formats.packed` defines layout and decoding. With minimum and maximum over the group, in float32:
 
     zero = rounded(min),   scale = rounded((max - zero) / (2 ** bits - 1)),   code = round((x - zero) / scale)
 
-Codes come from the *rounded* scale and zero, to the nearest, halves to even, within 0 and ``2 ** bits - 1``. A group of
-equal values has scale 0 and codes 0. Every back end gives the same bits.
+Codes are computed with the *rounded* scale and zero, rounded to nearest, halves to even, and clamped to 0 and
+``2 ** bits - 1``. A group of equal values has scale 0 and codes 0. All back ends return the same bits.
 
 Every back end has a function ``encode(x, bits, group, parameters)`` that returns the packed rows, with scales and zeros of the
-dtype `parameters`, and the largest magnitude, a float32 scalar which is finite when all values are.
+dtype `parameters`, and the largest magnitude, a float32 scalar that is finite if all values are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvpress.kernels import checks
 from kvpress.kernels.formats.packing import BITS, row_step
 
 WIDEST = torch.finfo(torch.float16).max / 2
-"""Rows with values this large have float32 scales and zeros: their range may not fit into float16."""
+"""Rows with values of at least this magnitude get float32 scales and zeros: their range may not fit float16."""
 
 
 def check(x: Tensor, bits: int, group: tuple[int, int]) -> None:
@@ -38,5 +38,5 @@ def check(x: Tensor, bits: int, group: tuple[int, int]) -> None:
 
 
 def largest_magnitude(x: Tensor) -> Tensor:
-    """Largest magnitude of the rows, 0 without any."""
+    """Return the largest magnitude of the rows, float32, 0 without rows."""
     return x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)

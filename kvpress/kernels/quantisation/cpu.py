@@ -14,7 +14,7 @@ from kvpress.kernels.formats.packed import Packed
 def encode(
     x: Tensor, bits: int, group: tuple[int, int], parameters: torch.dtype, level: str | None = None
 ) -> tuple[Packed, Tensor]:
-    """Run the kernel on checked arguments: packed rows and the largest magnitude."""
+    """Run the kernel on checked arguments; return packed rows and the largest magnitude."""
     rows, channels = x.shape
     codes = torch.empty(rows, channels * bits // 8, dtype=torch.uint8)
     scale = torch.empty(-(-rows // group[0]), channels // group[1], dtype=parameters)

@@ -14,7 +14,7 @@ from kvpress.kernels.quantisation.contract import largest_magnitude
 def encode(
     x: Tensor, bits: int, group: tuple[int, int], parameters: torch.dtype = torch.float16
 ) -> tuple[Packed, Tensor]:
-    """Ground truth in float32: packed rows and the largest magnitude."""
+    """Quantise in float32, the ground truth; return packed rows and the largest magnitude."""
     rows, channels = x.shape
     blocks = torch.cat([x, x[-1:].expand(-rows % group[0], channels)]).float()
     blocks = blocks.view(-1, group[0], channels // group[1], group[1])

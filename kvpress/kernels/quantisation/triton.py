@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantise rows and pack their codes in Triton.
-
-Codes equal those of the reference bit by bit.
-"""
+"""Quantise rows and pack their codes in Triton, bit for bit equal to the reference."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -19,7 +16,7 @@ from kvpress.kernels.triton.device import on_device
 from kvpress.kernels.triton.grid import padded
 
 TILE = 4096
-"""Elements of one tile: 32 registers of each thread of a program."""
+"""Elements of a tile: 32 registers of each thread of a program."""
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -42,11 +39,11 @@ def _ranges_kernel(
             live_r = live_r & (r < GR)
         live = live_r[:, None, None] & live_c[None, :, :]
         x = X + row[:, None, None] * stride + channel[None, :, :]
-        least = tl.min(tl.load(x, mask=live, other=float("inf")).to(tl.float32), 2)
-        most = tl.max(tl.load(x, mask=live, other=-float("inf")).to(tl.float32), 2)
+        block_low = tl.min(tl.load(x, mask=live, other=float("inf")).to(tl.float32), 2)
+        block_high = tl.max(tl.load(x, mask=live, other=-float("inf")).to(tl.float32), 2)
         if GR > 1:
-            least, most = tl.min(least, 0)[None, :], tl.max(most, 0)[None, :]
-        low, high = tl.minimum(low, least), tl.maximum(high, most)
+            block_low, block_high = tl.min(block_low, 0)[None, :], tl.max(block_high, 0)[None, :]
+        low, high = tl.minimum(low, block_low), tl.maximum(high, block_high)
     owner = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     live_o = owner * GR < R
     if GR == 1:
@@ -79,9 +76,8 @@ def _codes_kernel(
         x = tl.load(X + row * stride + channel, mask=live, other=0.0).to(tl.float32)
         exact = tl.div_rn(x - zero, tl.where(scale == 0, 1.0, scale))
         exact = tl.minimum(tl.maximum(exact, 0.0), (1 << BITS) - 1.0)
-        code = (exact + 8388608.0 - 8388608.0).to(
-            tl.int32
-        )  # above 2 ** 23 a float32 has no fraction: halves go to even
+        # Above 2 ** 23 a float32 has no fraction, so adding 2 ** 23 rounds halves to even.
+        code = (exact + 8388608.0 - 8388608.0).to(tl.int32)
         byte |= ((code >> SHIFT) & ((1 << PLANE) - 1)) << (PLANE * p)
     tl.store(CODES + row * (C * BITS // 8) + FIRST + column, byte.to(tl.uint8), mask=live)
 
@@ -90,7 +86,7 @@ def _codes_kernel(
 def encode(
     x: Tensor, bits: int, group: tuple[int, int], parameters: torch.dtype = torch.float16
 ) -> tuple[Packed, Tensor]:
-    """Run the kernels on checked arguments: packed rows and the largest magnitude."""
+    """Run the kernels on checked arguments; return packed rows and the largest magnitude."""
     (rows, channels), (GR, GC) = x.shape, group
     groups, row_groups = channels // GC, -(-rows // GR)
     scale = x.new_empty(row_groups, groups, dtype=parameters)
@@ -114,12 +110,12 @@ def encode(
 
 
 def range_blocks(group: tuple[int, int], groups: int) -> dict[str, int]:
-    """Tile of the minima: rows, channel groups, and padded channels of a group."""
+    """Return the tile of the kernel of ranges: rows, channel groups, and padded channels of a group."""
     rows, channels = 16 if group[0] == 1 else min(padded(group[0], 1), 64), padded(group[1], 1)
     return {"GCP": channels, "BR": rows, "BG": max(1, min(padded(groups, 1), TILE // (rows * channels)))}
 
 
 def code_blocks(channels: int, plane: int) -> dict[str, int]:
-    """Tile of one plane of the codes: rows and bytes of a row; every byte takes 8 / plane channels."""
+    """Return the tile of the kernel of codes for one plane: rows and bytes of a row; a byte has 8 / plane channels."""
     block = min(padded(channels * plane // 8), 128)
     return {"BR": TILE * plane // 8 // block, "BW": block}

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores that tell which stored rows are worth reading."""
+"""Scores that selectors choose stored rows by."""

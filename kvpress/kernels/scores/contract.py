@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores that tell which stored rows are worth reading: bounds of pages (Quest) and labels of rows (Double Sparsity).
+"""Scores that selectors choose stored rows by: bounds of pages (Quest) and labels of rows (Double Sparsity).
 
-Scores are neither scaled nor capped, which changes no order.
+Scores are neither scaled nor capped, because neither changes their order.
 
     bounds[n, p] = max over m of sum over d of max(q[m, d] * low[p, d], q[m, d] * high[p, d])
     scores[n, r] = max or sum over m of q[m] . labels[r]
 
-Labels are stored as they are, or quantised with one scale each, and one zero or a zero point for all:
+Labels are dense, or quantised with a scale per label, and a zero per label or one zero point for all:
 ``label[d] = code[d] * scale + zero``, or ``(code[d] - zero_point) * scale``.
 
-Both are float32 [N, capacity], where stream n has entries for its own pages or rows and -inf past them.
+Bounds and scores are float32 [N, capacity]: stream n has an entry for each of its pages or rows, and -inf past them.
 
-Every back end has a function ``score(q, low, high, where, reduce, capacity)``; without `low`, `high` holds labels.
+Every back end has a function ``score(q, low, high, where, reduce, capacity)``; if `low` is None, `high` holds labels.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def check_labels(q: Tensor, labels: Dense | Packed, where: Ranges, reduce: str) 
         if labels.bits not in LABEL_BITS:
             raise ValueError(f"labels.bits must be one of {LABEL_BITS}, got {labels.bits}")
         if tuple(labels.group) != (1, q.shape[2]):
-            wanted = f"(1, {q.shape[2]}), one scale for each label"
-            raise ValueError(f"labels.group must be {wanted}, got {tuple(labels.group)}")
+            expected = f"(1, {q.shape[2]}), one scale for each label"
+            raise ValueError(f"labels.group must be {expected}, got {tuple(labels.group)}")
         if labels.levels is not None or labels.row_scale is not None:
             raise ValueError("labels must have neither levels nor a row_scale")
         if labels.scale.dtype in NARROW:
@@ -61,14 +61,14 @@ def check_labels(q: Tensor, labels: Dense | Packed, where: Ranges, reduce: str) 
 
 
 def capacity_of(where: Ranges, capacity: int | None) -> int:
-    """Entries per stream: those of the longest one where they are not given, which waits for the device."""
+    """Return the capacity; if it is None, the length of the longest stream, which waits for the device."""
     if capacity is not None:
         return capacity
     return max(0, int(where.lengths.max())) if len(where.lengths) else 0
 
 
 def check_capacity(where: Ranges, capacity: int) -> None:
-    """Refuse streams with more entries than there is room for; waits for the device."""
+    """Refuse streams with more entries than the capacity; waits for the device."""
     if len(where.lengths) and int(where.lengths.max()) > capacity:
         raise ValueError(
             f"streams must have at most {capacity} entries, their capacity, got {int(where.lengths.max())}"

@@ -22,7 +22,7 @@ def score(
     capacity: int,
     level: str | None = None,
 ) -> Tensor:
-    """Run the kernel on checked arguments; without `low`, `high` holds labels."""
+    """Run the kernel on checked arguments; if `low` is None, `high` holds labels."""
     out = torch.empty(len(q), capacity)
     entry = "kvpress_labels" if low is None else "kvpress_bounds"
     stream = launch.run("scores.cpp", entry, *fields(q, low, high, where, reduce, capacity, out), level=level)
@@ -34,8 +34,8 @@ def score(
 def fields(
     q: Tensor, low: Dense | None, high: Dense | Packed, where: Ranges, reduce: str, capacity: int, out: Tensor | None
 ) -> list[Field]:
-    """What `scores_problem.h` lists."""
-    if reduce == "sum":  # of products: the product of the sum
+    """Return the fields of the problem in scores_problem.h."""
+    if reduce == "sum":  # the sum of products is the product of the sum
         q = q.float().sum(1, keepdim=True)
     stored, (scale, zero, zero_point, bits) = high.storage, (None, None, 0.0, 0)
     if isinstance(high, Packed):
@@ -65,5 +65,5 @@ def fields(
 
 
 def refusal(stream: int, high: Dense | Packed) -> ValueError:
-    """What to raise for a stream that leaves what is stored."""
+    """Return the error for a stream with rows outside of the storage."""
     return ValueError(f"stream {stream} refers to rows outside the {len(high.storage)} stored rows")

@@ -12,7 +12,7 @@ from kvpress.kernels.formats.packed import Packed
 
 
 def score(q: Tensor, low: Dense | None, high: Dense | Packed, where: Ranges, reduce: str, capacity: int) -> Tensor:
-    """Ground truth in float32; without `low`, `high` holds labels."""
+    """Compute bounds or scores in float32, the ground truth; if `low` is None, `high` holds labels."""
     where.check_stored(high.storage.shape[0])
     out = torch.full((q.shape[0], capacity), float("-inf"), device=q.device)
     for n, rows in enumerate(where.numbers()):

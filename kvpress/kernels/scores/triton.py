@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores of pages and labels in Triton.
 
-One program holds a block of rows and meets all queries of its stream, so rows are read once and the result needs no merge.
-There is no loop over rows to prefetch in: a block is small, and many programs in flight hide its latency. Products of
-16-bit rows run on tensor cores with float32 sums, with queries rounded to the dtype of the rows, as `dense` does; codes are
-float16, and their scale and zero enter the sum:  q . (c * s + z) = s * (q . c) + z * sum(q), without zeros with z = -s * point.
+One program reads a block of rows once and multiplies it with all queries of its stream, so the result needs no merge. There is
+no loop over rows to prefetch in: a block is small, and many concurrent programs hide its latency. Products of 16-bit rows run
+on tensor cores with float32 sums, with queries rounded to the dtype of the rows, as in dense attention. Codes are float16, and
+their scale and zero are applied to the sum:  q . (c * s + z) = s * (q . c) + z * sum(q), without zeros with z = -s * point.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -24,12 +24,12 @@ from kvpress.kernels.triton.device import on_device
 from kvpress.kernels.triton.grid import padded
 
 TILE_BYTES = 16 * 1024
-"""What one program reads."""
+"""Bytes of rows that one program reads."""
 
 WARPS, STAGES = 4, 1
 
 MOST_QUERIES = 16
-"""Query rows of a tile: with more, sums for so many rows of labels leave the registers."""
+"""Most query rows of a tile: the sums of more would spill from registers."""
 
 
 @triton.jit(do_not_specialize=["M", "width"])
@@ -38,7 +38,7 @@ def _kernel(
     REDUCE: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     POINT: tl.constexpr = 0.0,
 ):  # fmt: skip
-    """Elements of HIGH are channels, or with BITS the bytes of codes, of 8 // BITS parts each."""
+    """Score a block of rows; elements of HIGH are channels, or with BITS > 0 bytes of 8 // BITS codes."""
     PARTS: tl.constexpr = 8 // BITS if BITS > 0 else 1
     n = tl.program_id(1).to(tl.int64)  # 64 bits: row * stride overflows int32 at 128k rows of 8 heads
     count = tl.load(COUNTS + n).to(tl.int32)
@@ -57,7 +57,7 @@ def _kernel(
         if ZERO is not None:
             zero = tl.load(ZERO + row, mask=live, other=0.0).to(tl.float32)
     out = tl.full([BN], -float("inf") if REDUCE == "max" else 0.0, tl.float32)
-    queries = tl.where(first_row < count, M, 0)  # blocks past the end of the stream have nothing to do
+    queries = tl.where(first_row < count, M, 0)  # blocks past the end of the stream read no queries
     for first in tl.range(0, queries, BM):
         m = first + tl.arange(0, BM)
         live_m = m < M
@@ -125,13 +125,13 @@ def score(q: Tensor, low: Dense | None, high: Dense | Packed, where: Ranges, red
 
 
 def block_rows(row_width: int, element_bytes: int) -> int:
-    """Rows of one program, for so many elements of so many bytes."""
+    """Return the rows of one program, for rows of `row_width` elements of `element_bytes` bytes."""
     return min(256, max(16, TILE_BYTES // (padded(row_width) * element_bytes)))
 
 
 def registers(channels: int, bits: int = 0) -> int | None:
-    """Return the limit of registers per thread: ptxas would spill from small tiles to run more of them.
+    """Return the limit of registers per thread, None for none: without it, ptxas spills for small tiles, to run more programs.
 
-    Many channels of dense rows, and fewer of codes that are unpacked into several tiles, need more than the limit.
+    Rows with many channels need more registers; so do codes with fewer channels, which are unpacked into several tiles.
     """
     return 128 if channels <= (32 if bits > 1 else 128) else None

@@ -26,7 +26,7 @@ def choose(
     most: Tensor | None = None,
     level: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run the kernel on checked arguments, those of `kvpress.kernels.top_rows`."""
+    """Run the kernel on checked arguments; arguments and results as in `kvpress.kernels.top_rows`."""
     chosen = _Chosen(scores.shape, k)
     stream = launch.run("select.cpp", "kvpress_select", *chosen.fields(scores, where, first, last, most), level=level)
     if stream >= 0:
@@ -46,7 +46,7 @@ def choose_by_labels(
     most: Tensor | None = None,
     level: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run the kernel that keeps no scores, on checked arguments, those of `kvpress.kernels.label_rows`."""
+    """Run the kernel that stores no scores on checked arguments; arguments and results as in `kvpress.kernels.label_rows`."""
     chosen = _Chosen((len(q), capacity), k)
     scored = scores_cpu.fields(q, None, labels, where, reduce, capacity, None)
     stream = launch.run(
@@ -60,7 +60,7 @@ def choose_by_labels(
 
 
 class _Chosen:
-    """Room for what is chosen of so many streams, and rows of each."""
+    """Tensors for the chosen rows of each stream and their number."""
 
     def __init__(self, shape: Sequence[int], k: int) -> None:
         streams, self.capacity = shape
@@ -68,7 +68,7 @@ class _Chosen:
         self.counts = torch.empty(streams, dtype=torch.int64)
 
     def fields(self, scores: Tensor | None, where: Ranges, first: int, last: int, most: Tensor | None) -> list[Field]:
-        """What `Select` in select.h lists."""
+        """Return the fields of ``Select`` in select.h."""
         return [
             scores,
             where.starts.contiguous(),

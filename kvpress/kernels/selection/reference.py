@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows with the largest scores in plain torch; never waits for a GPU, where it is the only back end."""
+"""Rows with the largest scores in plain torch; the only back end on a GPU, and it never waits for one."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from kvpress.kernels.selection.contract import MOST_ROWS, refusal
 def choose(
     scores: Tensor, where: Ranges, k: int, first: int = 0, last: int = 0, most: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Row numbers int32 [N, min(k, capacity)] and counts int64 [N]; the arguments are those of `kvpress.kernels.top_rows`."""
-    if scores.device.type == "cpu":  # a check on another device would wait for it
+    """Return row numbers int32 [N, min(k, capacity)] and counts int64 [N]; arguments as in `kvpress.kernels.top_rows`."""
+    if scores.device.type == "cpu":  # the check would wait for a GPU
         _check_streams(scores.shape[1], where, k, first + last, most)
     capacity = scores.shape[1]
-    place, end = torch.arange(capacity, device=scores.device), where.lengths[:, None]
-    bits = (scores + 0.0).view(torch.int32)  # without negative zeros
+    rank, end = torch.arange(capacity, device=scores.device), where.lengths[:, None]
+    bits = (scores + 0.0).view(torch.int32)  # adding 0.0 turns -0.0 into 0.0
     order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).masked_fill(scores.isnan(), -(2**31))
-    # No two are equal, because which of them topk takes is not defined.
-    unique = order.long() * 2**32 + place.flip(0)
-    unique = unique.masked_fill((place < first) | (place >= end - last), torch.iinfo(torch.int64).max)
-    unique = unique.masked_fill(place >= end, torch.iinfo(torch.int64).min)
+    # Scores are made unique: topk does not define which of equal scores it takes.
+    unique = order.long() * 2**32 + rank.flip(0)
+    unique = unique.masked_fill((rank < first) | (rank >= end - last), torch.iinfo(torch.int64).max)
+    unique = unique.masked_fill(rank >= end, torch.iinfo(torch.int64).min)
     chosen = unique.topk(min(k, capacity), dim=1, sorted=most is not None).indices
     counts = where.lengths.clamp(max=chosen.shape[1])
     if most is not None:
         counts = torch.minimum(counts, most)
-        chosen = chosen.masked_fill(place[: chosen.shape[1]] >= counts[:, None], capacity)
+        chosen = chosen.masked_fill(rank[: chosen.shape[1]] >= counts[:, None], capacity)
     chosen = chosen.masked_fill(chosen >= end, capacity).sort(dim=1).values
     rows = (where.starts[:, None] + chosen).masked_fill(chosen >= end, 0)
     return rows.int(), counts

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tiles of keys receive from the attention of blocks of queries."""
+"""Attention mass of tiles of keys over blocks of queries."""

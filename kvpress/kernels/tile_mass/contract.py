@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tiles of keys receive from the attention of blocks of queries, beside which no queries x keys matrix is held.
+"""Attention mass of tiles of keys over blocks of queries, without a queries x keys matrix.
 
-Query m of head h sees the keys 0 to last[m] of its kv head g, where query heads of a group are next to each other:
+Query m of head h sees the keys 0 to last[m] of its KV head g, where query heads of a GQA group are next to each other:
 
     p[h, m, k] = exp(scale * q[h, m] . keys[g, k]) / sum of the same over the keys that m sees
     mass[h, i, j] = sum of p[h, m, k] over the queries m of block i and the keys k of tile j
 
-Blocks have `tile[0]` queries and tiles `tile[1]` keys; the last of them may have less. Logits are float32 whatever the dtype of
+Blocks have `tile[0]` queries and tiles `tile[1]` keys; the last ones may have fewer. Logits are float32 for all dtypes of
 queries and keys.
 
 Every back end has a function ``receive(q, keys, last, tile, scale)``.
@@ -23,7 +23,7 @@ Tile = tuple[int, int]
 
 
 def check(q: Tensor, keys: Tensor, last: Tensor, tile: Tile) -> None:
-    """Refuse queries, keys and places that do not belong together."""
+    """Refuse queries, keys and tile sizes that do not match."""
     checks.shape("q", q, ("H", "M", "D"), *checks.FLOATS)
     heads, queries, channels = q.shape
     checks.shape("keys", keys, ("G", "K", channels), q.dtype)
@@ -36,5 +36,5 @@ def check(q: Tensor, keys: Tensor, last: Tensor, tile: Tile) -> None:
 
 
 def blocks(count: int, size: int) -> int:
-    """How many blocks of a size there are."""
+    """Return the number of blocks of `size` in `count` items; the last block may be shorter."""
     return -(-count // size)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mass of tiles in C++."""
+"""Attention mass of tiles in C++."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvpress.kernels.tile_mass.contract import Tile, blocks
 
 
 def receive(q: Tensor, keys: Tensor, last: Tensor, tile: Tile, scale: float, level: str | None = None) -> Tensor:
-    """Run the kernel on checked arguments, those of `kvpress.kernels.tile_mass`."""
+    """Run the kernel on checked arguments; arguments and result as in `kvpress.kernels.tile_mass`."""
     (heads, queries, channels), (kv_heads, count) = q.shape, keys.shape[:2]
     keys = keys if keys.stride(-1) == 1 else keys.contiguous()
     out = torch.empty(heads, blocks(queries, tile[0]), blocks(count, tile[1]), dtype=torch.float32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mass of tiles in plain torch: the softmax of a few blocks of queries after the other."""
+"""Attention mass of tiles in plain torch, a few blocks of queries after the other."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from torch.nn.functional import pad
 from kvpress.kernels.tile_mass.contract import Tile, blocks
 
 CHUNK = 2**20
-"""Most logits of a kv head that are held at once, but for one block of queries: few enough to stay in a cache."""
+"""Most logits of a KV head in memory at a time, unless one block of queries has more: few enough for the CPU's cache."""
 
 
 def receive(q: Tensor, keys: Tensor, last: Tensor, tile: Tile, scale: float) -> Tensor:
-    """Float32 `[H, query blocks, tiles]`; the arguments are those of `kvpress.kernels.tile_mass`."""
+    """Compute the mass, float32 `[H, query blocks, tiles]`; arguments as in `kvpress.kernels.tile_mass`."""
     rows, columns = tile
     group, count = len(q) // len(keys), keys.shape[1]
-    asked, known = q.unflatten(0, (-1, group)), keys.transpose(1, 2)[:, None]
+    queries, transposed = q.unflatten(0, (-1, group)), keys.transpose(1, 2)[:, None]
     step = max(1, CHUNK // max(1, group * count * rows)) * rows
     at, ends = torch.arange(count, device=q.device), last.tolist()
     parts = []
     for start in range(0, q.shape[1], step):
-        seen = max(0, min(max(ends[start : start + step]) + 1, count))  # keys that nobody sees are not multiplied with
-        mine = last[start : start + step, None]
-        logits = (asked[:, :, start : start + step] @ known[..., :seen]).float().mul_(scale)
-        weights = logits.masked_fill_(at[:seen] > mine, -torch.inf).softmax(dim=-1).masked_fill_(mine < 0, 0)
+        # Keys after the last one that a query of the step sees are skipped.
+        seen = max(0, min(max(ends[start : start + step]) + 1, count))
+        limit = last[start : start + step, None]
+        logits = (queries[:, :, start : start + step] @ transposed[..., :seen]).float().mul_(scale)
+        weights = logits.masked_fill_(at[:seen] > limit, -torch.inf).softmax(dim=-1).masked_fill_(limit < 0, 0)
         sums = pad(weights, (0, -seen % columns)).unflatten(3, (-1, columns)).sum(dim=4)
-        sums = pad(sums, (0, blocks(count, columns) - sums.shape[3], 0, -len(mine) % rows))
+        sums = pad(sums, (0, blocks(count, columns) - sums.shape[3], 0, -len(limit) % rows))
         parts.append(sums.unflatten(2, (-1, rows)).sum(dim=3))
     return torch.cat(parts, dim=2).flatten(0, 1)

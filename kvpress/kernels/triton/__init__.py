@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the Triton back ends of all operators share.
+"""Code shared by the Triton back ends of all operators.
 
-Every launcher reads lengths on the device and launches a grid that depends on shapes only, so a step can be captured in a CUDA
-graph. Importing this package does not import triton; its modules do, but for `device`.
+Every launcher reads lengths on the GPU and launches a grid that depends on shapes only, so a decode step can be captured in a
+CUDA graph. Importing this package, or its module `device`, does not import triton; the other modules do.
 """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read packed codes and their scales; the layout is that of `kvpress.kernels.formats.packing`.
+"""Read packed codes and their scales; `kvpress.kernels.formats.packing` defines the layout.
 
 A tile is addressed by a tensor of rows and a tensor of columns that broadcast against each other, [1, BN] and [W, 1] for keys
 or [BN, 1] and [1, W] for values, so one function serves both. Column j of a row of D channels holds the channels
-``part * W + j`` for W = D / parts: unpacking is a shift and a mask, and no channel changes its place in a tile.
+``part * W + j`` for W = D / parts: unpacking is a shift and a mask, and no channel moves in a tile.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -12,14 +12,14 @@ import triton
 import triton.language as tl
 
 COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
-"""Whether inline assembly is available; the interpreter takes the same steps one element at a time."""
+"""Whether inline assembly is available; under the interpreter, the same steps run on one element at a time."""
 
 
 @triton.constexpr_function
 def _widen(shift, mask):
-    """Four bytes to four float16: mask all, spread into 0x64xx = 1024 + x, and take off 1024.
+    """Return assembly that converts four bytes to four float16: mask, spread into 0x64xx = 1024 + x, and subtract 1024.
 
-    With x still the code times 2 ** shift, the multiplication that undoes it does the subtraction as well.
+    Where x is the code times 2 ** shift, one fused multiplication divides by 2 ** shift and subtracts.
     """
     finish = "sub.f16x2 {0}, {0}, base;"
     if shift:
@@ -40,10 +40,10 @@ def _widen(shift, mask):
 
 @triton.jit
 def load(CODES, row, column, live, D: tl.constexpr, BITS: tl.constexpr):
-    """Bytes at (row, column). For 3 bits, the bytes of the low and of the high plane."""
+    """Load the bytes at (row, column); for 3 bits, those of the low and of the high plane."""
     low = tl.load(CODES + row * (D * BITS // 8) + column, mask=live, other=0)
     if BITS == 3:
-        # Two parts of the high plane belong to one part of the low plane, so each of its bytes is read twice.
+        # A part of the low plane covers two parts of the high plane, so each byte of the high plane is read twice.
         at = D // 4 + column % (D // 8)
         return low, tl.load(CODES + row * (D * BITS // 8) + at, mask=live, other=0)
     else:
@@ -52,7 +52,7 @@ def load(CODES, row, column, live, D: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def unpack(low, high, column, part: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr):
-    """Codes of one part as exact float16, without an integer conversion: 0x6400 | c is the float 1024 + c."""
+    """Return the codes of one part as exact float16, without an integer conversion: 0x6400 | c is the float 1024 + c."""
     if BITS == 3:
         code = (low >> (2 * part)) & 3 | (((high >> (2 * part + column // (D // 8)).to(tl.uint8)) & 1) << 2)
         return _to_float16(code, 0, 8)
@@ -73,7 +73,7 @@ def _to_float16(byte, shift: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def entries(CODES, at, i, live, COUNT: tl.constexpr, BITS: tl.constexpr):
-    """Codes i of rows of COUNT codes that begin at byte `at`, as int32; of any width, and in any order."""
+    """Load codes i of rows of COUNT codes that begin at byte `at`, as int32; codes of any width, in any order."""
     LOW: tl.constexpr = 8 if BITS > 8 else 2 if BITS == 3 else BITS
     code = _plane(CODES, at, i, live, COUNT, LOW)
     if BITS > LOW:
@@ -90,7 +90,7 @@ def _plane(CODES, at, i, live, COUNT: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def stand_for(code, LEVELS):
-    """What float16 codes stand for: their levels, or themselves where there are none."""
+    """Return the levels of float16 codes, or the codes themselves without levels."""
     if LEVELS is None:
         return code
     else:
@@ -101,7 +101,7 @@ def stand_for(code, LEVELS):
 def load_group(
     SCALE, ZERO, group, live, channel, D: tl.constexpr, GC: tl.constexpr, NARROW: tl.constexpr, POINT: tl.constexpr
 ):
-    """Scale and zero of groups of GC channels at (row group, channel); without zeros, those of the zero point."""
+    """Load scale and zero of groups of GC channels at (row group, channel); without zeros, compute them from the zero point."""
     at = group * (D // GC) + channel // GC
     scale = load_scale(SCALE, at, live, NARROW)
     if ZERO is not None:
@@ -114,7 +114,7 @@ def load_group(
 
 @triton.jit
 def load_scale(SCALE, at, live, NARROW: tl.constexpr):
-    """The scales there; `NARROW` names the dtype of those in eight bits."""
+    """Load scales; `NARROW` is the number of the dtype of eight-bit scales, else 0."""
     scale = tl.load(SCALE + at, mask=live, other=0)
     if NARROW != 0:
         scale = _from_byte(scale.to(tl.int32), NARROW)
@@ -123,17 +123,19 @@ def load_scale(SCALE, at, live, NARROW: tl.constexpr):
 
 @triton.jit
 def _from_byte(byte, NARROW: tl.constexpr):
-    """Numbers that are not negative, as float32: 3 for e4m3, 4 for e8m0; all but the codes of no number."""
+    """Convert eight-bit scales to float32, e4m3 for 3 and e8m0 for 4; neither negative nor NaN."""
     if NARROW == 4:
         return tl.where(byte == 0, 0x00400000, byte << 23).to(tl.float32, bitcast=True)
     else:
-        normal = ((byte + 960) << 20).to(tl.float32, bitcast=True)  # 960 = (127 - 7) * 8: the exponents' difference
+        normal = ((byte + 960) << 20).to(
+            tl.float32, bitcast=True
+        )  # 960 = (127 - 7) * 8: the difference of exponent biases
         return tl.where(byte < 8, byte.to(tl.float32) * 0.001953125, normal)
 
 
 @triton.jit
 def decode(codes, scale, zero):
-    """Float16 values, rounded once; with float32 scales the arithmetic is float32."""
+    """Decode to float16, rounded once; with float32 scales the arithmetic is float32."""
     if COMPILED and scale.dtype == tl.float16:
         scale, zero = tl.broadcast_to(scale, codes.shape), tl.broadcast_to(zero, codes.shape)
         return tl.fma(codes, scale, zero)

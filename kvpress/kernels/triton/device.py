@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the Triton kernels run, decided without importing triton for tensors that they do not serve."""
+"""Choice of tensors that Triton kernels serve, made without importing triton for any other tensor."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 LEAST_CAPABILITY = (8, 0)
-"""bfloat16 products and asynchronous copies to shared memory came with this one."""
+"""Lowest compute capability with bfloat16 products and asynchronous copies to shared memory."""
 
 
 def available(storage: Tensor) -> bool:
-    """Whether the kernels serve rows kept in this tensor: an NVIDIA GPU that is recent enough, and triton is installed."""
+    """Whether Triton kernels serve rows in this tensor: on a recent enough NVIDIA GPU, with triton installed."""
     return storage.is_cuda and _capable(storage.device) and _importable()
 
 
 def on_device(launcher: Callable[P, R]) -> Callable[P, R]:
-    """Make a launcher run on the GPU of its first argument, which need not be the current one."""
+    """Make a launcher run on the GPU of its first argument, which may differ from the current GPU."""
 
     @functools.wraps(launcher)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -55,9 +55,9 @@ def _importable() -> bool:
 
 
 def _give_home(knobs: Any) -> None:
-    """Let triton keep compiled kernels among the temporary files where the user has no home that can be written to."""
+    """Make triton store compiled kernels with the temporary files if the user's home cannot be written to."""
     cache = getattr(knobs, "cache", None)
     home = Path(getattr(cache, "home_dir", None) or "/")
-    kept = home / ".triton" if (home / ".triton").is_dir() else home
-    if cache is not None and not (home.is_absolute() and os.access(kept, os.W_OK)):
+    folder = home / ".triton" if (home / ".triton").is_dir() else home
+    if cache is not None and not (home.is_absolute() and os.access(folder, os.W_OK)):
         cache.home_dir = str(env.cache_dirs()[-1])

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts that every split-KV decode kernel shares: its share of a stream, logits, online softmax and partial results.
+"""Code shared by split-KV decode kernels: the split of a stream, logits, online softmax and partial results.
 
-Logits are kept in base 2, and weights are multiplied by 2 ** LIFT: a 16-bit float then holds weights down to 2 ** -29 of the
-largest one without loss, so a long tail of small weights is not flushed to zero next to one attention sink. The factor
-cancels in the quotient.
+Logits are in base 2, and weights are multiplied by 2 ** LIFT: a 16-bit float then represents weights down to 2 ** -29 of the
+largest one without loss, so that many small weights beside an attention sink are not flushed to zero. The factor cancels in
+the quotient.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -18,7 +18,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def share(length, BLOCK: tl.constexpr):
-    """First and last row of this program's split: whole blocks, the same number for every split."""
+    """Return the first row of this program's split and the end of it: whole blocks, as many in every split."""
     chunk = tl.cdiv(tl.cdiv(length, tl.num_programs(1)), BLOCK) * BLOCK
     first = tl.program_id(1) * chunk
     return first, tl.minimum(first + chunk, length)
@@ -26,7 +26,7 @@ def share(length, BLOCK: tl.constexpr):
 
 @triton.jit
 def visible(m, length, causal):
-    """How many rows of the stream each query row sees: all, or all but the new tokens after its own."""
+    """Return the number of rows of the stream that each query row sees: all, or all but the tokens after the query's."""
     if causal is None:
         return tl.zeros_like(m) + length
     else:
@@ -35,7 +35,7 @@ def visible(m, length, causal):
 
 @triton.jit
 def added(products, shifts, positions, n, m, row, live_m, live, M, places):
-    """Products of query rows m of stream n with the offsets of rows [BN], by their positions: float32 [BM, BN]."""
+    """Load the products of query rows m of stream n with the offsets of rows [BN], by position: float32 [BM, BN]."""
     at = row + tl.load(shifts + n)
     if positions is not None:
         at = tl.load(positions + row, mask=live, other=0) + tl.load(shifts + n)
@@ -45,7 +45,7 @@ def added(products, shifts, positions, n, m, row, live_m, live, M, places):
 
 @triton.jit
 def to_logits(products, scale, softcap):
-    """Products q . k as logits in base 2."""
+    """Convert products q . k to logits in base 2."""
     logits = products * scale
     if softcap is not None:
         # tanh(x) = 1 - 2 / (1 + exp(2 x)), which saturates instead of overflowing
@@ -55,9 +55,9 @@ def to_logits(products, scale, softcap):
 
 @triton.jit
 def update(logits, largest, total):
-    """One block of online softmax: weights, the factor of what was accumulated before, new maximum and new total."""
+    """Do one block of online softmax: return weights, the factor of earlier sums, the new maximum and the new total."""
     new = tl.maximum(largest, tl.max(logits, 1))
-    safe = tl.where(new == -float("inf"), 0.0, new)  # all rows hidden so far: (-inf) - (-inf) is not a number
+    safe = tl.where(new == -float("inf"), 0.0, new)  # all rows masked so far: (-inf) - (-inf) would be NaN
     weights = tl.exp2(logits - safe[:, None] + LIFT)
     keep = tl.exp2(largest - safe)
     return weights, keep, new, total * keep + tl.sum(weights, 1)
@@ -65,8 +65,8 @@ def update(logits, largest, total):
 
 @triton.jit
 def store_lse(LSE, at, live, largest, total):
-    """Store the natural log-sum-exp, minus infinity where nothing was seen; return the factor that normalises outputs."""
-    seen = total != 0  # NaN is not nothing: it stays NaN
+    """Store the natural log-sum-exp, minus infinity where no row was seen; return the factor that normalises outputs."""
+    seen = total != 0  # NaN counts as seen and stays NaN
     safe = tl.where(seen, total, 1.0)
     lse = (largest + tl.log2(safe) - LIFT) * LN2
     tl.store(LSE + at, tl.where(seen, lse, -float("inf")), mask=live)

@@ -117,7 +117,7 @@ def test_the_reference_reads_a_zero_point() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"zero_point": 16.0}, r"keys.zero_point must be a whole or half number in \[0, 15\], got 16.0"),
+        ({"zero_point": 16.0}, r"keys.zero_point must be a multiple of 0.5 in \[0, 15\], got 16.0"),
         ({"zero_point": -0.5}, r"keys.zero_point must be .* got -0.5"),
         ({"zero_point": 7.25}, r"keys.zero_point must be .* got 7.25"),
         ({"zero": torch.zeros(8, 1).half()}, "keys.zero_point must be 0 with zeros or levels, got 7.5"),

@@ -126,7 +126,7 @@ def test_bad_parts_are_refused() -> None:
     dense_part, q = part("dense", [3, 4, 5]), torch.randn(3, 4, DIM)
     with pytest.raises(ValueError, match="parts must hold at least one, got none"):
         decode_parts(q, [], Options(0.2))
-    with pytest.raises(ValueError, match="values of all parts must have as many channels, got 64 and 32"):
+    with pytest.raises(ValueError, match="values of all parts must have the same number of channels, got 64 and 32"):
         decode_parts(q, [dense_part, part("dense", [3, 4, 5], channels=32)], Options(0.2))
     with pytest.raises(ValueError, match=r"starts must be int64 \[2\], got int64 \[3\]"):
         decode_parts(q[:2], [part("dense", [3, 4, 5]), dense_part], Options(0.2))

@@ -128,7 +128,7 @@ def test_they_are_loaded_before_a_prompt_is_read_and_not_by_the_first_token_behi
 
 
 @pytest.mark.usefixtures("forgetful")
-@pytest.mark.parametrize(("does", "why"), [("echo unhappy >&2; exit 1", "unhappy"), ("exit 0", "made nothing")])
+@pytest.mark.parametrize(("does", "why"), [("echo unhappy >&2; exit 1", "unhappy"), ("exit 0", "wrote no file")])
 def test_a_compiler_that_fails_is_reported(
     does: str, why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -170,7 +170,7 @@ def test_other_flags_make_another_library(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_levels_share_the_libraries_of_sources_that_ask_for_nothing_they_add() -> None:
-    assert set(libraries.LEVELS) - {"baseline"} <= set(libraries.ASKED)
+    assert set(libraries.LEVELS) - {"baseline"} <= set(libraries.MACROS)
     for level in libraries.LEVELS:
         assert libraries.library(level, "decode.cpp").level == level
     if "avx512" in libraries.LEVELS:
@@ -194,7 +194,7 @@ def test_a_library_is_shared_only_between_levels_that_contain_its_own(monkeypatc
     """AVX-512 without AVX-VNNI, as on Zen 4, cannot run a library that was compiled for `avx2_vnni`."""
     levels = {"baseline": (), "avx2": ("-a",), "avx2_vnni": ("-a", "-v"), "avx512": ("-a", "-b")}
     monkeypatch.setattr(libraries, "LEVELS", levels)
-    monkeypatch.setattr(libraries, "ASKED", {"avx2": "A", "avx2_vnni": "V", "avx512": "B"})
+    monkeypatch.setattr(libraries, "MACROS", {"avx2": "A", "avx2_vnni": "V", "avx512": "B"})
     monkeypatch.setattr(libraries, "_included", lambda source: (source,))
     monkeypatch.setattr(libraries, "_text", str)
     shared = {

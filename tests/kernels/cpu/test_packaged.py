@@ -118,7 +118,7 @@ def test_levels_that_the_compiler_refuses_are_left_out_of_the_wheel(
     monkeypatch.delenv("CXX")
     monkeypatch.setattr(libraries, "KERNELS", ("select.cpp", "probe.cpp"))
     monkeypatch.setitem(libraries.LEVELS, "avx1024", ("-mavx1024",))
-    monkeypatch.setitem(libraries.ASKED, "avx1024", "extern")
+    monkeypatch.setitem(libraries.MACROS, "avx1024", "extern")
     with pytest.raises(BuildError, match="avx1024"):
         libraries.package(["avx1024"], tmp_path)
     monkeypatch.setattr(libraries, "KERNELS", ("probe.cpp",))
@@ -139,6 +139,6 @@ def test_the_levels_of_a_wheel_can_be_named(monkeypatch: pytest.MonkeyPatch) -> 
     assert libraries.levels_named(env.wheel_levels()) == []
     assert libraries.levels_named("baseline") == ["baseline"]
     with pytest.raises(
-        ValueError, match="KVPRESS_WHEEL_LEVELS=baseline,sse9: no level 'sse9'; use all, none, or of baseline, "
+        ValueError, match="KVPRESS_WHEEL_LEVELS=baseline,sse9: no level 'sse9'; use all, none, or some of baseline, "
     ):
         libraries.levels_named("baseline,sse9")

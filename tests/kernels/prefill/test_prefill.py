@@ -163,7 +163,7 @@ BAD: dict[str, dict[str, Any]] = {
     "q must be float32/bfloat16/float16": {"q": torch.zeros(1, 2, 5, 8, dtype=torch.int32)},
     "keys must be float32 \\[1, H, T, 8\\], got float32 \\[1, 1, 9, 7\\]": {"keys": torch.zeros(1, 1, 9, 7)},
     "values must be float32 \\[1, 1, 9, Dv\\]": {"values": torch.zeros(1, 1, 8, 8)},
-    "a multiple of the 3 kv heads, got 2": {"keys": torch.zeros(1, 3, 9, 8), "values": torch.zeros(1, 3, 9, 8)},
+    "a multiple of the 3 KV heads, got 2": {"keys": torch.zeros(1, 3, 9, 8), "values": torch.zeros(1, 3, 9, 8)},
     "the newest of 9 tokens, got 10": {"q": torch.zeros(1, 2, 10, 8)},
     "block must be at least 1, got 0": {"tiles": Tiles(torch.ones(1, 2, 2, 3).bool(), 0)},
     "chosen must be bool \\[1, 2, 2, 3\\], got bool \\[1, 2, 3, 3\\]": {"tiles": Tiles(torch.ones(1, 2, 3, 3).bool(), 4)},

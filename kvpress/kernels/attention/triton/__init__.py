@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode attention in Triton. Lengths are read on the device, so streams outside the storage are not refused."""
+"""Decode attention in Triton. Lengths are read on the GPU, so streams outside the storage are not refused."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _LAUNCHERS = {"dense": dense.launch, "packed": packed.launch, "coded": coded.lau
 def decode(
     q: Tensor, rows: Rows, where: Where, options: Options, added: Products | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Run the kernel of the format on checked arguments; bases and sinks are left to the caller.
+    """Run the kernel of the format on checked arguments; the caller applies bases and sinks.
 
-    `added` are products of the queries with what all keys of a stream share, by position.
+    `added` holds the products of the queries with the offset of the keys, by position.
 
     Returns:
         Outputs, float32 [N, M, Dv], and log-sum-exp of the logits, float32 [N, M].

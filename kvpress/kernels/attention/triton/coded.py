@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Split-KV decode attention on codes that name centroids.
+"""Split-KV decode attention on codes of codebooks.
 
-One program decodes a block of rows once for all query heads of a group: a code fetches the c channels of its centroid with one
-load, mostly from the first-level cache, which holds the book of a head (64 KiB for 256 entries and 128 float16 channels).
-Products are of the dtype of the books with float32 sums. Keys stored before their rotary embedding are decoded as two tiles,
-which hold the two channels of a pair at the same place, and rotated in float32. Row scales of values are multiplied into them,
-not into the weights, which would leave the range of a 16-bit float. Outliers are terms of logits and
-outputs, as in `correction`.
+One program decodes a block of rows once for all query heads of a GQA group: one load reads the c channels of a code's centroid,
+mostly from the L1 cache, which holds the book of a head (64 KiB for 256 entries and 128 float16 channels). Products have the
+dtype of the books, with float32 sums. Keys stored before their rotary embedding are decoded as two tiles, with the two channels
+of a rotated pair at the same index, and rotated in float32. Row scales are multiplied into values, not into weights, which
+would leave the range of a 16-bit float. Outliers are terms of logits and outputs, as in `correction`.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -33,46 +32,50 @@ from kvpress.kernels.triton.grid import padded, plan, resident
 
 LEAST_ROWS, MOST_ROWS = 4, 16
 RESIDENT = 6
-"""Programs on a multiprocessor at most: 64 threads with some 170 registers."""
+"""Most programs on a multiprocessor: 64 threads with some 170 registers each."""
 
 WARPS = 2
 STAGES = tl.constexpr(3)
-"""Stages of the loop itself, so that codes are prefetched also where centroids are too small for asynchronous copies."""
+"""Stages of the loop, set explicitly: codes are then prefetched even where centroids are too small for asynchronous copies."""
 
 BLOCK_POSITIONS = tl.constexpr(STEP)
 
 
 @dataclass(frozen=True)
 class Spans:
-    """How one side is decoded: runs of ``span`` channels that one load fetches, and tiles of runs padded to powers of two."""
+    """Tiles in which keys or values are decoded."""
 
     span: int
+    """Channels that one load reads."""
     span_padded: int
+    """`span`, padded to a power of two."""
     pair_padded: int
+    """Spans of each half of the rotated channels, padded to a power of two."""
     rest_padded: int
+    """Spans of the channels that are not rotated, padded to a power of two."""
 
 
 def spans(channels: int, coupled: int, half: int) -> Spans:
-    """Tiles for the two halves of `half` paired channels and for the rest; at least 16 channels meet in a product."""
+    """Return the tiles of rows with 2 * `half` rotated channels; a tile has at least 16 channels, for products."""
     span = gcd(coupled, half)
     width = padded(span, 1)
-    pair, rest = (padded(size // span, max(1, 16 // width)) for size in (half, channels - 2 * half))
-    return Spans(span, width, pair, rest)
+    pair, unrotated = (padded(size // span, max(1, 16 // width)) for size in (half, channels - 2 * half))
+    return Spans(span, width, pair, unrotated)
 
 
 def block_rows(channels: int, half: int, scaled: bool = False) -> int:
-    """Rows per block for so many key and value channels: decoded tiles, angles and scaled values live in registers."""
+    """Return the rows per block for key and value channels together: decoded tiles, angles and scaled values use registers."""
     return 16 if half or scaled or channels > 256 else 32
 
 
 def registers(scaled: bool, corrected: bool = False) -> int | None:
-    """Registers per thread: without a limit, ptxas hoists so many loads of scaled rows that it spills."""
+    """Return the limit of registers per thread: without one, ptxas hoists so many loads of scaled rows that it spills."""
     return 255 if corrected else 224 if scaled else None
 
 
 @triton.jit
 def _queries(Q, m, live_m, i, j, first, last, D: tl.constexpr, SPAN: tl.constexpr):
-    """Channels first + i * SPAN + j of query rows m, up to channel `last`: [BM, channels of the tile]."""
+    """Load channels first + i * SPAN + j of query rows m, below channel `last`: [BM, channels of the tile]."""
     channel = first + i[:, None] * SPAN + j[None, :]
     live = (channel < last) & (j < SPAN)[None, :]
     mask = live_m[:, None, None] & live[None, :, :]
@@ -85,7 +88,7 @@ def _side(
     CODES, BOOK, at, i, j, live, G: tl.constexpr, BG: tl.constexpr, E: tl.constexpr, C: tl.constexpr,
     SPAN: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Channels i * SPAN + j of rows whose codes begin at byte `at`: the three have an axis each."""
+    """Decode channels i * SPAN + j of rows whose codes begin at byte `at`; i, j and `at` have an axis each."""
     if SPAN == C:
         group, first = i, 0
     else:
@@ -100,7 +103,7 @@ def _side(
 
 @triton.jit
 def _angles(COARSE, FINE, position, pair, live, HALF: tl.constexpr):
-    """Cosines and sines of pairs at positions: coarse angles times fine ones."""
+    """Return cosines and sines of pairs of channels at positions: coarse times fine rotations."""
     coarse = COARSE + position // BLOCK_POSITIONS * (2 * HALF) + pair
     fine = FINE + position % BLOCK_POSITIONS * (2 * HALF) + pair
     a, b = tl.load(coarse, mask=live, other=0.0), tl.load(coarse + HALF, mask=live, other=0.0)
@@ -112,25 +115,27 @@ def _angles(COARSE, FINE, position, pair, live, HALF: tl.constexpr):
 def _rotated_outliers(
     Q, m, live_m, FIRST, CHANNEL, DELTA, COARSE, FINE, position, row, live, D: tl.constexpr, HALF: tl.constexpr
 ):
-    """Products of query rows m with outliers of keys that stand at positions [BN] and are rotated: float32 [BM, BN]."""
+    """Return the products of query rows m with outliers of keys, rotated to positions [BN]: float32 [BM, BN]."""
     BN: tl.constexpr = row.shape[0]
     SLOTS: tl.constexpr = correction.ENTRIES // BN
-    first, count, most = correction.entries_of(FIRST, row, live)
+    first, count, longest = correction.entries_of(FIRST, row, live)
     products = tl.zeros([m.shape[0], BN], tl.float32)
-    if most > 0:
+    if longest > 0:
         at = tl.reshape(tl.broadcast_to(position[None, :], [SLOTS, BN]), [SLOTS * BN])
-        for e in tl.range(0, most, SLOTS):
+        for e in tl.range(0, longest, SLOTS):
             channel, delta = correction.slots_of(CHANNEL, DELTA, first, count, e, SLOTS)
-            turned = (channel < 2 * HALF) & (delta != 0)
+            rotated = (channel < 2 * HALF) & (delta != 0)
             high = channel >= HALF
-            cos, sin = _angles(COARSE, FINE, at, tl.where(high, channel - HALF, channel), turned, HALF)
-            cos = tl.where(turned, cos, 1.0)
-            other = tl.where(high, channel - HALF, channel + HALF)
+            cos, sin = _angles(COARSE, FINE, at, tl.where(high, channel - HALF, channel), rotated, HALF)
+            cos = tl.where(rotated, cos, 1.0)
+            pair = tl.where(high, channel - HALF, channel + HALF)
             sin = tl.where(high, -sin, sin)
-            own = tl.load(Q + m[:, None] * D + channel[None, :], mask=live_m[:, None], other=0.0).to(tl.float32)
-            mask = live_m[:, None] & turned[None, :]
-            own = own * cos[None, :] + tl.load(Q + m[:, None] * D + other[None, :], mask=mask, other=0.0) * sin[None, :]
-            products += tl.sum(tl.reshape(own * delta.to(tl.float32)[None, :], [m.shape[0], SLOTS, BN]), 1)
+            query = tl.load(Q + m[:, None] * D + channel[None, :], mask=live_m[:, None], other=0.0).to(tl.float32)
+            mask = live_m[:, None] & rotated[None, :]
+            query = (
+                query * cos[None, :] + tl.load(Q + m[:, None] * D + pair[None, :], mask=mask, other=0.0) * sin[None, :]
+            )
+            products += tl.sum(tl.reshape(query * delta.to(tl.float32)[None, :], [m.shape[0], SLOTS, BN]), 1)
     return products
 
 
@@ -208,10 +213,10 @@ def _kernel(
         if 2 * HALF < D:
             r = 2 * HALF // KS + kr[:, None, None]
             live_r = live[None, None, :] & (r < D // KS)
-            rest = _side(
+            unrotated = _side(
                 KEY_CODES + base * key_stride, KEY_BOOK, byte, r, kc[None, :, None], live_r, KG, KBG, KE, KC, KS, KB
             )
-            products = tl.dot(q_rest, tl.reshape(rest, [KRP * KSP, BN]), products, input_precision="ieee")
+            products = tl.dot(q_rest, tl.reshape(unrotated, [KRP * KSP, BN]), products, input_precision="ieee")
         if KEY_SCALE is not None:
             products *= tl.load(KEY_SCALE + base + row, mask=live, other=0.0).to(tl.float32)[None, :]
         if key_first is not None:
@@ -251,10 +256,10 @@ def _kernel(
     out_row = (n * tl.num_programs(1) + tl.program_id(1)) * M + m
     norm = online.store_lse(LSE, out_row, live_m, largest, total)
     if value_first is not None:
-        place = tl.arange(0, VGP * VCP)
-        channel = place // VCP * VC + place % VCP
-        there = (place // VCP < VG) & (place % VCP < VC)
-        acc += correction.outlier_outputs(outliers, tl.where(there, channel, 0), BM)
+        column = tl.arange(0, VGP * VCP)
+        channel = column // VCP * VC + column % VCP
+        live_c = (column // VCP < VG) & (column % VCP < VC)
+        acc += correction.outlier_outputs(outliers, tl.where(live_c, channel, 0), BM)
     out = tl.reshape(acc * norm[:, None], [BM, VGP, VCP])
     to = OUT + out_row[:, None, None] * (VG * VC) + (vg[:, None] * VC + vc[None, :])[None, :, :]
     live_v = (vg[:, None] < VG) & (vc[None, :] < VC)
@@ -264,7 +269,7 @@ def _kernel(
 def launch(
     q: Tensor, rows: Rows, where: Where, options: Options, added: Products | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Run the kernel; arguments and results are those of `kvpress.kernels.attention.triton.decode`."""
+    """Run the kernel; arguments and results as in `kvpress.kernels.attention.triton.decode`."""
     keys, values = rows.keys, rows.values
     assert isinstance(keys, Coded) and isinstance(values, Coded)  # noqa: S101, PT018 - for the type checker
     half = 0 if keys.rotary is None else keys.rotary.fine.shape[2]
@@ -326,5 +331,5 @@ def launch(
 
 
 def outliers(side: Coded) -> tuple[Tensor | None, ...]:
-    """First, channel and delta of the outliers of a side."""
+    """Return first, channel and delta of the outliers of keys or values; all None without any."""
     return tuple((side.correction or Correction()).tensors()[3:])

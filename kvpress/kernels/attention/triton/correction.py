@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Corrections of decoded rows as terms of logits and outputs; what they mean is told in `kvpress.kernels.formats.correction`.
+"""Corrections of decoded rows as terms of logits and outputs; `kvpress.kernels.formats.correction` defines them.
 
-No corrected row is ever formed. The rows of a tile lie in few chunks, so a low-rank term is two thin products for each:
+No corrected row is ever formed. The rows of a tile lie in few chunks, so a low-rank term is two thin products per chunk:
 
     logits    (q . basis) . factor               output    (weights . factor) . basis
 
-An outlier of a key takes one element of the query. Outliers of values are a product too: with LOW * h + l for the channel,
-the deltas of rows whose channel has the low part l, [LOW, rows], times the weights of rows that have the high part h.
+An outlier of a key is multiplied with one element of the query. Outliers of values are a product too: with channel
+LOW * h + l, the deltas by low part l, [LOW, rows], times the weights of rows by high part h.
 
-Loops over chunks and outliers stand in a branch of their own: the loop over tiles is then still one that Triton prefetches in.
+Loops over chunks and outliers are inside an `if`: Triton then still prefetches in the loop over tiles.
 """
 
 # mypy: disable-error-code="no-untyped-def, assignment"
@@ -19,7 +19,7 @@ import triton.language as tl
 LOW = tl.constexpr(16)
 
 ENTRIES = tl.constexpr(64)
-"""Outliers of a tile that are handled at once: one for every thread of two warps."""
+"""Outliers of a tile that are handled at a time: one per thread of two warps."""
 
 NO_CHUNK = tl.constexpr(2**31 - 1)
 
@@ -29,7 +29,7 @@ def key_low_rank(
     q, products, FACTOR, BASIS, CHUNK, row, live, j,
     D: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr, C: tl.constexpr, W: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Add what queries, in the pieces of `packed_kernel`, give to the low-rank terms of keys: float32 [BM, BN]."""
+    """Add the products of queries, in the pieces of `packed_kernel`, with the low-rank terms of keys: float32 [BM, BN]."""
     chunk = tl.load(CHUNK + row, mask=live, other=NO_CHUNK)
     current = tl.min(chunk, 0)
     k = tl.arange(0, RP)
@@ -55,7 +55,7 @@ def value_low_rank(
     weights, acc, FACTOR, BASIS, CHUNK, row, live, j,
     D: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr, C: tl.constexpr, W: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Add what weights give to the low-rank terms of values, to outputs in the pieces of `packed_kernel`."""
+    """Add the products of weights with the low-rank terms of values to outputs, in the pieces of `packed_kernel`."""
     chunk = tl.load(CHUNK + row, mask=live, other=NO_CHUNK)
     current = tl.min(chunk, 0)
     k = tl.arange(0, RP)
@@ -79,13 +79,13 @@ def value_low_rank(
 
 @triton.jit
 def key_outliers(Q, m, live_m, FIRST, CHANNEL, DELTA, row, live, D: tl.constexpr):
-    """Products of query rows m with the outliers of keys, float32 [BM, BN]."""
+    """Return the products of query rows m with the outliers of keys, float32 [BM, BN]."""
     BN: tl.constexpr = row.shape[0]
     SLOTS: tl.constexpr = ENTRIES // BN
-    first, count, most = entries_of(FIRST, row, live)
+    first, count, longest = entries_of(FIRST, row, live)
     products = tl.zeros([m.shape[0], BN], tl.float32)
-    if most > 0:
-        for e in tl.range(0, most, SLOTS):
+    if longest > 0:
+        for e in tl.range(0, longest, SLOTS):
             channel, delta = slots_of(CHANNEL, DELTA, first, count, e, SLOTS)
             query = tl.load(Q + m[:, None] * D + channel[None, :], mask=live_m[:, None], other=0.0)
             products += tl.sum(tl.reshape(query.to(tl.float32) * delta.to(tl.float32), [m.shape[0], SLOTS, BN]), 1)
@@ -94,9 +94,9 @@ def key_outliers(Q, m, live_m, FIRST, CHANNEL, DELTA, row, live, D: tl.constexpr
 
 @triton.jit
 def value_outliers(weights, keep, acc, FIRST, CHANNEL, DELTA, row, live):
-    """Scale what was accumulated by `keep` and add what weights [BM, BN] give to the outliers of values.
+    """Scale the accumulator by `keep` and add the products of weights [BM, BN] with the outliers of values.
 
-    The accumulator is float32 [LOW, BM * HIGH] and holds channel h * LOW + l of query row m at (l, m * HIGH + h).
+    The accumulator is float32 [LOW, BM * HIGH], with channel h * LOW + l of query row m at (l, m * HIGH + h).
     """
     BM: tl.constexpr = weights.shape[0]
     BN: tl.constexpr = weights.shape[1]
@@ -104,28 +104,28 @@ def value_outliers(weights, keep, acc, FIRST, CHANNEL, DELTA, row, live):
     SLOTS: tl.constexpr = ENTRIES // BN
     high, low = tl.arange(0, HIGH), tl.arange(0, LOW)
     acc *= tl.reshape(tl.broadcast_to(keep[:, None], [BM, HIGH]), [BM * HIGH])[None, :]
-    first, count, most = entries_of(FIRST, row, live)
-    if most > 0:
+    first, count, longest = entries_of(FIRST, row, live)
+    if longest > 0:
         slots = tl.reshape(tl.broadcast_to(tl.trans(weights)[None, :, :], [SLOTS, BN, BM]), [SLOTS * BN, BM, 1])
-        for e in tl.range(0, most, SLOTS):
+        for e in tl.range(0, longest, SLOTS):
             channel, delta = slots_of(CHANNEL, DELTA, first, count, e, SLOTS)
-            begins = (channel // LOW)[:, None, None] == high[None, None, :]
-            own = tl.reshape(tl.where(begins, slots, 0.0), [SLOTS * BN, BM * HIGH]).to(delta.dtype)
-            ends = tl.where((channel % LOW)[None, :] == low[:, None], delta[None, :], 0.0).to(delta.dtype)
-            acc = tl.dot(ends, own, acc, input_precision="tf32")
+            is_high = (channel // LOW)[:, None, None] == high[None, None, :]
+            by_high = tl.reshape(tl.where(is_high, slots, 0.0), [SLOTS * BN, BM * HIGH]).to(delta.dtype)
+            by_low = tl.where((channel % LOW)[None, :] == low[:, None], delta[None, :], 0.0).to(delta.dtype)
+            acc = tl.dot(by_low, by_high, acc, input_precision="tf32")
     return acc
 
 
 @triton.jit
 def outlier_outputs(acc, channel, BM: tl.constexpr):
-    """The given channels of an accumulator of `value_outliers`: [BM, channels]."""
+    """Return some channels of an accumulator of `value_outliers`: [BM, channels]."""
     rows = tl.reshape(tl.trans(acc), [BM, acc.shape[0] * acc.shape[1] // BM])
     return tl.gather(rows, tl.broadcast_to(channel[None, :], [BM, channel.shape[0]]), 1)
 
 
 @triton.jit
 def entries_of(FIRST, row, live):
-    """Where the outliers of each row begin, how many they are, and the largest number."""
+    """Return the first outlier of each row, the number of outliers of each row, and the largest number."""
     first = tl.load(FIRST + row, mask=live, other=0)
     count = tl.load(FIRST + row + 1, mask=live, other=0) - first
     return first, count, tl.max(count, 0)
@@ -133,7 +133,7 @@ def entries_of(FIRST, row, live):
 
 @triton.jit
 def slots_of(CHANNEL, DELTA, first, count, e, SLOTS: tl.constexpr):
-    """Channel and delta of SLOTS outliers of every row, from number e on; a delta of zero where there is none."""
+    """Return channel and delta of SLOTS outliers of every row, from number e on; the delta is 0 past the last one."""
     e += tl.arange(0, SLOTS)[:, None]
     at = tl.reshape(first[None, :] + e, [SLOTS * first.shape[0]])
     live = tl.reshape(e < count[None, :], at.shape)

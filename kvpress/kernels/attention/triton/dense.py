@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Split-KV decode attention on dense rows.
 
-One program attends from up to 64 query rows of one stream to one share of its rows, so a row is read once for all query heads
-of its group; `merge` joins the shares. Products of 16-bit rows run on tensor cores with float32 sums;
-queries and weights are rounded to the dtype of the rows.
+One program attends from up to 64 query rows of one stream to one split of its rows, so a row is read once for all query heads
+of its GQA group; `merge` merges the splits. Products of 16-bit rows run on tensor cores with float32 sums; queries and weights
+are rounded to the dtype of the rows.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -82,7 +82,7 @@ def _kernel(
 def launch(
     q: Tensor, rows: Rows, where: Where, options: Options, added: Products | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Run the kernel; arguments and results are those of `kvpress.kernels.attention.triton.decode`."""
+    """Run the kernel; arguments and results as in `kvpress.kernels.attention.triton.decode`."""
     keys, values = rows.keys.storage, rows.values.storage
     D, DV = keys.shape[1], values.shape[1]
     DP, DVP = padded(D), padded(DV)

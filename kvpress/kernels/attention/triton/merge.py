@@ -5,8 +5,8 @@
 
     lse = log sum_s exp(part_lse[s]),   out = sum_s exp(part_lse[s] - lse) parts[s]
 
-The parts are the splits of one tensor, or several results [N, M, Dv], which stay where they are. Parts without rows carry
-``lse = -inf`` and are ignored; where all do, ``out = 0`` and ``lse = -inf``.
+Parts are the splits of one tensor, or several results [N, M, Dv], which are not copied. Parts without rows have ``lse = -inf``
+and are ignored; where all have it, ``out = 0`` and ``lse = -inf``.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -26,11 +26,11 @@ from kvpress.kernels.triton.grid import padded
 from kvpress.kernels.triton.online import LN2, LOG2E
 
 SPLIT_BLOCK = 16
-"""Splits that are read at once."""
+"""Splits that are read at a time."""
 
 
 def reference(parts: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Ground truth in float32."""
+    """Merge in plain torch, float32: the ground truth."""
     lse = part_lse.logsumexp(1)
     weights = torch.exp(part_lse - lse.clamp_min(torch.finfo(torch.float32).min)[:, None])
     return (weights[..., None] * parts).sum(1), lse
@@ -56,21 +56,21 @@ def _kernel(
             new = tl.maximum(largest, tl.max(lse, 0))
             safe = tl.where(new == -float("inf"), 0.0, new)
             keep, weights = tl.exp2(largest - safe), tl.exp2(lse - safe)
-            # A part without rows is skipped, not multiplied by zero: its outputs need not be finite.
+            # Outputs of a part without rows are not read: they need not be finite.
             used = (weights > 0)[:, None] & live_d[None, :]
             part = tl.load(PARTS[i] + at[:, None] * DV + d[None, :], mask=used, other=0.0)
             acc = acc * keep + tl.sum(part * weights[:, None], 0)
             total = total * keep + tl.sum(weights, 0)
             largest = new
-    seen = total != 0  # NaN is not nothing: it stays NaN
+    seen = total != 0  # NaN counts as seen and stays NaN
     safe_total = tl.where(seen, total, 1.0)
     tl.store(OUT + row * DV + d, acc / safe_total, mask=live_d)
-    one = tl.arange(0, 1)
-    tl.store(LSE + row + one, tl.where(seen, (largest + tl.log2(safe_total)) * LN2, -float("inf")))
+    index = tl.arange(0, 1)
+    tl.store(LSE + row + index, tl.where(seen, (largest + tl.log2(safe_total)) * LN2, -float("inf")))
 
 
 def merge(parts: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge S partial results per stream; see the module's docstring."""
+    """Merge S partial results per stream; shapes as in the module's docstring."""
     checks.shape("parts", parts, ("N", "S", "M", "Dv"), torch.float32)
     checks.shape("part_lse", part_lse, tuple(parts.shape[:3]), torch.float32)
     checks.same_device(parts, part_lse)
@@ -80,7 +80,7 @@ def merge(parts: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def merge_results(results: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Merge checked results, outputs [N, M, Dv] and log-sum-exp [N, M] each: those of `kvpress.kernels.merge`."""
+    """Merge checked results; arguments and results as in `kvpress.kernels.merge`."""
     out, lse = (torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in results[0])
     return _launch(out, lse, results, 1, 1)
 
@@ -107,12 +107,12 @@ def _launch(
 
 
 def partials(q: Tensor, splits: int, channels: int) -> tuple[Tensor, Tensor]:
-    """Room for the results of ``splits`` splits of every stream."""
+    """Allocate outputs [N, splits, M, channels] and log-sum-exp [N, splits, M] for the splits of every stream, float32."""
     streams, queries = q.shape[:2]
     shape = (streams, splits, queries)
     return q.new_empty(*shape, channels, dtype=torch.float32), q.new_empty(shape, dtype=torch.float32)
 
 
 def merged(parts: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """The results of all splits as one; a single split is the result already."""
+    """Merge the results of all splits; a single split is returned as it is."""
     return (parts[:, 0], part_lse[:, 0]) if parts.shape[1] == 1 else merge(parts, part_lse)

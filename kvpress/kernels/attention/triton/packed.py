@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Split-KV decode attention on packed codes.
 
-Products are float16 with float32 sums; see `packed_kernel` for how codes become factors of them.
+Products are float16 with float32 sums; `packed_kernel` describes how codes are multiplied.
 """
 
 from __future__ import annotations
@@ -25,50 +25,65 @@ from kvpress.kernels.triton.grid import padded, plan, resident
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 LEAST_ROWS = 4
-"""Query rows of a tile, padded to a power of two: each costs registers and work on scales, unlike with dense rows."""
+"""Fewest query rows of a tile, a power of two: each costs registers and work on scales, unlike with dense rows."""
 
 RESIDENT = 8
-"""Programs on a multiprocessor at most: as many as have 128 registers per thread, and the shared memory of sm_90 holds."""
+"""Most programs on a multiprocessor: as many as fit with 128 registers per thread and the shared memory of sm_90."""
 
 WARPS, STAGES = 2, 3
-"""Few warps repeat less of each other's work, and still copy a block of codes in pieces of 128 bits."""
+"""Two warps repeat less work than more would, and still copy a block of codes in pieces of 128 bits."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Query rows and cached rows of a tile at most, registers per thread and warps: what fits without a spill."""
+    """Largest tile that fits into registers without a spill."""
 
     queries: int
+    """Most query rows of a tile."""
     block: int
+    """Most cached rows of a tile."""
     registers: int | None
+    """Most registers per thread; None for no limit."""
     warps: int = WARPS
+    """Warps of a program."""
 
 
 def limits(channels: int, corrected: bool, levelled: bool = False, scaled: bool = False) -> Limits:
-    """Limits for so many key and value channels, with or without corrections, levels and contiguous values of one scale."""
+    """Return the limits for a number of key and value channels together.
+
+    Args:
+        channels: channels of keys and values together.
+        corrected: rows have corrections.
+        levelled: codes have levels.
+        scaled: values are contiguous, with one scale for all channels.
+    """
     if corrected:
         if channels <= 256:
             return Limits(8, 32, 255)
-        # Older versions would spill from two warps, newer ones from four on sm_120.
+        # With two warps, older versions spill; with four, newer ones spill on sm_120.
         return Limits(4, 16, 255) if TRITON >= (3, 8) else Limits(4, 32, 255, 2 * WARPS)
     if channels > 256:
         return Limits(16, 32 if levelled else 64, 255)
-    # ptxas would spill from small tiles, as from large ones, to run more of them.
+    # Without a limit, ptxas spills even for small tiles, in order to run more of them.
     return Limits(16, 64, 128 if channels <= 128 else 168 if scaled else None)
 
 
 @dataclass(frozen=True)
 class ByteChunks:
-    """How the bytes of a row are read: ``chunks`` times ``width``, padded to ``padded``; a byte holds ``parts`` channels."""
+    """Chunks in which the bytes of a row are read."""
 
     chunks: int
+    """Number of chunks of a row."""
     width: int
+    """Bytes of a chunk."""
     padded: int
+    """Bytes of a chunk, padded to a power of two."""
     parts: int
+    """Channels of a byte."""
 
 
 def byte_chunks(channels: int, bits: int, group: int | None) -> ByteChunks:
-    """One chunk per channel group of at least 16 bytes where that divides a part, else all bytes at once."""
+    """Return one chunk per channel group where groups have at least 16 bytes and divide a part, else all bytes at once."""
     parts = 4 if bits == 3 else 8 // bits
     width = channels // parts
     if group is not None and group == padded(group) and width % group == 0:
@@ -76,34 +91,34 @@ def byte_chunks(channels: int, bits: int, group: int | None) -> ByteChunks:
     return ByteChunks(1, width, padded(width), parts)
 
 
-def block_rows(group_rows: int, contiguous: bool, most: int = 64) -> tuple[int, bool]:
-    """Rows per block, and whether every block lies inside one row group of the keys."""
+def block_rows(group_rows: int, contiguous: bool, limit: int = 64) -> tuple[int, bool]:
+    """Return the rows per block, at most `limit`, and whether every block lies inside one row group of the keys."""
     if contiguous:
         for block in (64, 32, 16):
-            if block <= most and group_rows % block == 0:
+            if block <= limit and group_rows % block == 0:
                 return block, True
-    return most, False
+    return limit, False
 
 
 def rank(terms: Correction) -> int:
-    """Rank of the low-rank terms, 0 without any."""
+    """Return the rank of the low-rank terms, 0 without any."""
     return 0 if terms.factor is None else terms.factor.shape[1]
 
 
 def padded_rank(rank: int) -> int:
-    """Rank padded to the least sum that triton accepts in a product of float32."""
+    """Return the rank, padded to the shortest inner dimension that triton accepts in a float32 product."""
     return padded(rank, 8 if TRITON >= (3, 8) else 16)
 
 
 def outlier_tiles(channels: int) -> int:
-    """How many times the outliers of a row take a tile of `correction.LOW` channels."""
+    """Return the number of tiles of `correction.LOW` channels in the outliers of a row."""
     return padded(channels) // correction.LOW.value
 
 
 def launch(
     q: Tensor, rows: Rows, where: Where, options: Options, added: Products | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Run the kernel; arguments and results are those of `kvpress.kernels.attention.triton.decode`."""
+    """Run the kernel; arguments and results as in `kvpress.kernels.attention.triton.decode`."""
     keys, values = rows.keys, rows.values
     assert isinstance(keys, Packed) and isinstance(values, Packed)  # noqa: S101, PT018 - for the type checker
     D, DV = keys.channels, values.channels
@@ -111,13 +126,13 @@ def launch(
     key_group, value_group = row_group(keys), row_group(values)
     terms = (*key_terms.tensors(), *value_terms.tensors())
     contiguous, corrected = isinstance(where, Ranges), any(term is not None for term in terms)
-    most = limits(D + DV, corrected, keys.levels is not None, contiguous and values.group[1] == DV)
-    block, fold = block_rows(keys.group[0], contiguous and key_group is None, most.block)
+    bounds = limits(D + DV, corrected, keys.levels is not None, contiguous and values.group[1] == DV)
+    block, fold = block_rows(keys.group[0], contiguous and key_group is None, bounds.block)
     key = byte_chunks(D, keys.bits, None if fold else keys.group[1])
     value = byte_chunks(DV, values.bits, values.group[1])
     key_rank, value_rank = rank(key_terms), rank(value_terms)
-    fitting = resident(most.warps, most.registers, RESIDENT)
-    grid = plan(q, where.most_rows(rows.count), block, fitting, LEAST_ROWS, most.queries)
+    fitting = resident(bounds.warps, bounds.registers, RESIDENT)
+    grid = plan(q, where.most_rows(rows.count), block, fitting, LEAST_ROWS, bounds.queries)
     out, lse = partials(q, grid.splits, DV)
     if lse.numel():
         decode_kernel[grid.programs](
@@ -172,20 +187,20 @@ def launch(
             NARROW.get(values.scale.dtype, 0),
             float(keys.zero_point),
             float(values.zero_point),
-            num_warps=most.warps,
+            num_warps=bounds.warps,
             num_stages=STAGES,
-            maxnreg=most.registers,
+            maxnreg=bounds.registers,
         )
     return merged(out, lse)
 
 
 def scales(side: Packed) -> Tensor:
-    """Scales as the kernel reads them: those of eight bits as bytes, which every chip can load."""
+    """Return the scales as the kernel reads them: eight-bit scales as bytes, which every chip can load."""
     return side.scale.view(torch.uint8) if side.scale.dtype in NARROW else side.scale
 
 
 def row_group(side: Packed) -> Tensor | None:
-    """Group of each row, int32 [R], where it is not told by their number."""
+    """Return the group of each row, int32 [R]; None where it follows from the row number."""
     if side.group_lengths is None:
         return None
     return torch.repeat_interleave(side.group_lengths, output_size=len(side.codes))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device code of decode attention on packed codes.
+"""Triton kernel of decode attention on packed codes.
 
-Only stored bytes are read. A row of codes is split into byte columns; each part of a byte (two for 4 bits) is one half, quarter
-or eighth of the channels, with its own product and its own accumulator, so nothing is shuffled to unpack.
+Only stored bytes are read. A row of codes is split into byte columns. Each part of a byte (two parts for 4 bits) belongs to one
+half, quarter or eighth of the channels, with a product and an accumulator of its own, so that unpacking needs no shuffle.
 
     keys     block inside one row group:  q . (c * s + z) = (q * s) . c + q . z    the scale costs one product per query row
              one scale for all channels:  q . (c * s + z) = s (q . c) + z sum(q)   the scale costs one product per logit
@@ -10,9 +10,9 @@ or eighth of the channels, with its own product and its own accumulator, so noth
     values   one scale for all channels:  sum w (c * s + z) = sum (w s) c + sum w z
              otherwise                    decoded in registers, in columns of one channel group where that leaves at least 16
 
-Without zeros, z = -s * point, so that sum w z = -point sum(w s). Products are float16 with float32 sums. Queries are divided by
-their largest element, `online` lifts the weights, and weights that are multiplied by scales are divided by the largest scale so
-far, so rounding to float16 neither overflows nor flushes.
+Without zeros, z = -s * point, so that sum w z = -point sum(w s). Products are float16 with float32 sums. To keep float16 from
+overflowing or flushing to zero, queries are divided by their largest element, `online` multiplies weights by a constant, and
+weights that are multiplied by scales are divided by the largest scale so far.
 """
 
 # mypy: disable-error-code="no-untyped-def, assignment, var-annotated"
@@ -24,13 +24,13 @@ from kvpress.kernels.attention.triton import correction
 from kvpress.kernels.triton import codes, online
 
 ZEROS = tl.constexpr(16)
-"""Equal columns of what sums of weights are added up in: the least that every triton accepts of a product."""
+"""Equal columns in which weights times zeros are summed: the fewest that every triton version accepts in a product."""
 
 LEAST_UNIT, MOST_UNIT = tl.constexpr(0x00800000), tl.constexpr(0x7E000000)
-"""Bits of the least and largest float32 that weights times scales are divided by: their inverses are normal numbers, too."""
+"""Bits of the smallest and largest float32 divisor of weights times scales: the inverses are normal numbers, too."""
 
 QUERY_LIFT = tl.constexpr(32.0)
-"""Largest element of a scaled query: room for scales from 1e-5 to 2000 in a float16."""
+"""Largest element of a scaled query: times scales from 1e-5 to 2000, it fits a float16."""
 
 
 @triton.jit(do_not_specialize=["M", "width", "causal", "places"])
@@ -45,7 +45,7 @@ def decode_kernel(
     K_RANK: tl.constexpr, K_RP: tl.constexpr, V_RANK: tl.constexpr, V_RP: tl.constexpr, HIGH: tl.constexpr,
     K_NARROW: tl.constexpr = 0, V_NARROW: tl.constexpr = 0, K_POINT: tl.constexpr = 0.0, V_POINT: tl.constexpr = 0.0,
 ):  # fmt: skip
-    """Attend from a tile of queries to one share of a stream; sides are described by `packed.ByteChunks`."""
+    """Attend from a tile of queries to one split of a stream; `packed.ByteChunks` describes how keys and values are read."""
     K_SCALED: tl.constexpr = K_GC == D and not FOLD
     value_factor, value_basis, value_chunk, value_first, value_channel, value_delta = VALUE_TERMS
     V_SCALED: tl.constexpr = V_GC == DV and value_factor is None
@@ -85,7 +85,7 @@ def decode_kernel(
         zeros = tl.zeros([BM, ZEROS], tl.float32)
 
     first, last = online.share(length + skipped, BN)
-    # Levels of 16 bits are too small to be copied asynchronously; a loop with stages of its own still fetches codes ahead.
+    # Loads of 16-bit levels are too small for asynchronous copies; explicit stages make Triton prefetch the codes.
     STAGES: tl.constexpr = None if KEY_LEVELS is None else 3
     for at in tl.range(first, last, BN, num_stages=STAGES):
         live = at + i < last
@@ -95,7 +95,7 @@ def decode_kernel(
         else:
             row = tl.load(LISTED + n * width + at + i, mask=live, other=0).to(tl.int64)
 
-        own = _group(KEY_GROUP, row, live, K_GR)
+        row_group = _group(KEY_GROUP, row, live, K_GR)
         products = tl.zeros([BM, BN], tl.float32)
         if key_factor is not None:
             products = correction.key_low_rank(
@@ -117,8 +117,8 @@ def decode_kernel(
                 channel = p * (D // KPARTS) + column
                 query = q[c * KPARTS + p]
                 if FOLD:
-                    whole = (start + at) // K_GR
-                    s, z = codes.load_group(KEY_SCALE, KEY_ZERO, whole, live_j, channel, D, K_GC, K_NARROW, K_POINT)
+                    group = (start + at) // K_GR
+                    s, z = codes.load_group(KEY_SCALE, KEY_ZERO, group, live_j, channel, D, K_GC, K_NARROW, K_POINT)
                     products = tl.dot((query * s[None, :]).to(tl.float16), part, products)
                     offsets += query * z[None, :]
                 elif K_SCALED:
@@ -130,17 +130,17 @@ def decode_kernel(
                     else:
                         live_s = live[None, :] & live_j[:, None]
                     s, z = codes.load_group(
-                        KEY_SCALE, KEY_ZERO, own[None, :], live_s, channel[:, None], D, K_GC, K_NARROW, K_POINT
+                        KEY_SCALE, KEY_ZERO, row_group[None, :], live_s, channel[:, None], D, K_GC, K_NARROW, K_POINT
                     )
                     products = tl.dot(query.to(tl.float16), codes.decode(part, s, z), products)
         if FOLD:
             products += tl.sum(offsets, 1)[:, None]
         if K_SCALED:
-            s = codes.load_scale(KEY_SCALE, own, live, K_NARROW).to(tl.float32)
+            s = codes.load_scale(KEY_SCALE, row_group, live, K_NARROW).to(tl.float32)
             if KEY_ZERO is None:
                 products += (sums - K_POINT * q_sum[:, None]) * s[None, :]
             else:
-                z = tl.load(KEY_ZERO + own, mask=live, other=0.0).to(tl.float32)
+                z = tl.load(KEY_ZERO + row_group, mask=live, other=0.0).to(tl.float32)
                 products += sums * s[None, :] + q_sum[:, None] * z[None, :]
         if KEY_ROW_SCALE is not None:
             products *= tl.load(KEY_ROW_SCALE + row, mask=live, other=0.0).to(tl.float32)[None, :]
@@ -160,12 +160,12 @@ def decode_kernel(
                 weights, keep, outliers, value_first, value_channel, value_delta, row, live
             )
 
-        own = _group(VALUE_GROUP, row, live, V_GR)
+        row_group = _group(VALUE_GROUP, row, live, V_GR)
         if V_SCALED:
-            s = codes.load_scale(VALUE_SCALE, own, live, V_NARROW).to(tl.float32)
+            s = codes.load_scale(VALUE_SCALE, row_group, live, V_NARROW).to(tl.float32)
             new_unit = _unit(tl.max(tl.abs(s), 0), unit)
             if VALUE_ZERO is not None:
-                z = tl.load(VALUE_ZERO + own, mask=live, other=0.0).to(tl.float16)
+                z = tl.load(VALUE_ZERO + row_group, mask=live, other=0.0).to(tl.float16)
                 zeros = tl.dot(weights, tl.broadcast_to(z[:, None], [BN, ZEROS]), zeros * keep[:, None])
             keep *= unit / new_unit
             unit = new_unit
@@ -188,7 +188,15 @@ def decode_kernel(
                         channel = p * (DV // VPARTS) + column
                         live_s = live[:, None] & live_j[None, :]
                     s, z = codes.load_group(
-                        VALUE_SCALE, VALUE_ZERO, own[:, None], live_s, channel[None, :], DV, V_GC, V_NARROW, V_POINT
+                        VALUE_SCALE,
+                        VALUE_ZERO,
+                        row_group[:, None],
+                        live_s,
+                        channel[None, :],
+                        DV,
+                        V_GC,
+                        V_NARROW,
+                        V_POINT,
                     )
                     part = codes.decode(part, s, z)
                 new += (tl.dot(weights, part, acc[c * VPARTS + p] * keep[:, None]),)
@@ -201,9 +209,9 @@ def decode_kernel(
     out_row = (n * tl.num_programs(1) + tl.program_id(1)) * M + m
     norm = online.store_lse(LSE, out_row, live_m, largest, total)
     if V_SCALED:
-        moved = tl.max(zeros, 1)  # columns are equal
+        zero_term = tl.max(zeros, 1)  # columns are equal
         if VALUE_ZERO is None:
-            moved *= -V_POINT * unit
+            zero_term *= -V_POINT * unit
     for c in tl.static_range(VC):
         for p in tl.static_range(VPARTS):
             column = c * VW + jv
@@ -211,7 +219,7 @@ def decode_kernel(
             channel = p * (DV // VPARTS) + column
             out = acc[c * VPARTS + p]
             if V_SCALED:
-                out = out * unit + moved[:, None]
+                out = out * unit + zero_term[:, None]
             if value_first is not None:
                 out += correction.outlier_outputs(outliers, tl.where(live_j, channel, 0), BM)
             at = out_row[:, None] * DV + channel[None, :]
@@ -219,15 +227,15 @@ def decode_kernel(
 
 
 @triton.jit
-def _unit(peak, least):
-    """The power of two above `peak`, at least `least`: dividing by it does not round."""
+def _unit(peak, minimum):
+    """Return the power of two above `peak`, at least `minimum`: dividing by it does not round."""
     bits = tl.minimum((peak.to(tl.int32, bitcast=True) & 0x7F800000) + 0x00800000, MOST_UNIT)
-    return tl.maximum(bits.to(tl.float32, bitcast=True), least)
+    return tl.maximum(bits.to(tl.float32, bitcast=True), minimum)
 
 
 @triton.jit
 def _group(GROUP, row, live, GR: tl.constexpr):
-    """Row of scale and zero that belongs to each row of codes."""
+    """Return the row of scale and zero for each row of codes."""
     if GR == 1:
         return row
     elif GROUP is None:
@@ -240,7 +248,7 @@ def _group(GROUP, row, live, GR: tl.constexpr):
 def _queries(
     Q, m, j, live_m, D: tl.constexpr, KC: tl.constexpr, KW: tl.constexpr, KP: tl.constexpr, KPARTS: tl.constexpr
 ):
-    """The queries in the pieces that meet one piece of the keys, scaled to at most QUERY_LIFT, and their largest element."""
+    """Return queries in the pieces that keys are read in, scaled to at most QUERY_LIFT, and their largest element."""
     pieces = ()
     highest = tl.zeros_like(m).to(tl.float32)
     for c in tl.static_range(KC):
