@@ -97,7 +97,8 @@ def padded_rank(rank: int) -> int:
 
 def outlier_tiles(channels: int) -> int:
     """How many times the outliers of a row take a tile of `correction.LOW` channels."""
-    return padded(channels) // correction.LOW.value
+    tile: int = correction.LOW.value
+    return padded(channels) // tile
 
 
 def launch(
