@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
+from transformers.configuration_utils import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -50,7 +51,7 @@ class PressName(str):
         return str, (self.native,)
 
 
-def native_name(config: Any) -> str:
+def native_name(config: PreTrainedConfig) -> str:
     """Return the attention implementation that a configuration has without a press."""
     name: str = config._attn_implementation
     if name == NAME and not isinstance(name, PressName):
