@@ -26,7 +26,7 @@ import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from benchmarks.cubin import disassemble, resource_usage  # noqa: E402
-from kvpress.kernels.attention.triton import coded, dense, merge, packed  # noqa: E402
+from kvpress.kernels.attention.triton import coded, dense, merge, packed, packed_kernel  # noqa: E402
 from kvpress.kernels.formats.packed import NARROW as NARROW_SCALES  # noqa: E402
 from kvpress.kernels.mass import triton as mass  # noqa: E402
 from kvpress.kernels.prefill import triton as prefill  # noqa: E402
@@ -166,7 +166,7 @@ def packed_variant(
     read_bytes = block * (2 * D * bits / 8 + scales + 2 * row_scaled)
     limits: dict[str, Any] = {"warps": launch.warps, "stages": packed.STAGES, "registers": launch.registers}
     tuples = {"KEY_TERMS": terms, "VALUE_TERMS": terms}
-    return Variant(name, packed.decode_kernel, pointers, constants, read_bytes, tuples=tuples, **limits)
+    return Variant(name, packed_kernel.decode_kernel, pointers, constants, read_bytes, tuples=tuples, **limits)
 
 
 def coded_variant(

@@ -105,21 +105,39 @@ if hasattr(sys.modules.get(_AfterPipelines.NAME), "PIPELINE_REGISTRY"):
 else:
     sys.meta_path.insert(0, _AfterPipelines())
 
-if TYPE_CHECKING:
-    from kvpress.cache.report import MemoryReport, kept_positions, memory_report
-    from kvpress.core.press import BasePress, ScorerPress
-    from kvpress.core.registry import register
-    from kvpress.core.spec import get_press, list_presses, press_from_dict, press_to_dict, to_spec
-    from kvpress.diffusion.generate import Diffusion, diffuse
-    from kvpress.hf.cache.branches import branch
-    from kvpress.hf.cache.files import CacheInfo, cache_info, load, save
-    from kvpress.hf.cache.handover import receive, send
-    from kvpress.hf.cache.prefix_store import PrefixStore
-    from kvpress.hf.generation.parallel_prefill import parallel_prefill
-    from kvpress.hf.generation.pipeline import KVPressTextGenerationPipeline, load_model
-    from kvpress.hf.generation.shared_prefill import Prefill, prefill
-    from kvpress.hf.model_files import reference_path
-    from kvpress.hf.session.session import reading
-    from kvpress.speculation.eagle import EagleHead
-    from kvpress.speculation.forms import Draft, PartialVerification, RetrievedChunks, RetrievedPassages
-    from kvpress.speculation.loop import Speculation, speculate
+if TYPE_CHECKING:  # `as` exports a name to type checkers; at run time names load lazily
+    from kvpress.cache.report import MemoryReport as MemoryReport
+    from kvpress.cache.report import kept_positions as kept_positions
+    from kvpress.cache.report import memory_report as memory_report
+    from kvpress.core.press import BasePress as BasePress
+    from kvpress.core.press import ScorerPress as ScorerPress
+    from kvpress.core.registry import register as register
+    from kvpress.core.spec import get_press as get_press
+    from kvpress.core.spec import list_presses as list_presses
+    from kvpress.core.spec import press_from_dict as press_from_dict
+    from kvpress.core.spec import press_to_dict as press_to_dict
+    from kvpress.core.spec import to_spec as to_spec
+    from kvpress.diffusion.generate import Diffusion as Diffusion
+    from kvpress.diffusion.generate import diffuse as diffuse
+    from kvpress.hf.cache.branches import branch as branch
+    from kvpress.hf.cache.files import CacheInfo as CacheInfo
+    from kvpress.hf.cache.files import cache_info as cache_info
+    from kvpress.hf.cache.files import load as load
+    from kvpress.hf.cache.files import save as save
+    from kvpress.hf.cache.handover import receive as receive
+    from kvpress.hf.cache.handover import send as send
+    from kvpress.hf.cache.prefix_store import PrefixStore as PrefixStore
+    from kvpress.hf.generation.parallel_prefill import parallel_prefill as parallel_prefill
+    from kvpress.hf.generation.pipeline import KVPressTextGenerationPipeline as KVPressTextGenerationPipeline
+    from kvpress.hf.generation.pipeline import load_model as load_model
+    from kvpress.hf.generation.shared_prefill import Prefill as Prefill
+    from kvpress.hf.generation.shared_prefill import prefill as prefill
+    from kvpress.hf.model_files import reference_path as reference_path
+    from kvpress.hf.session.session import reading as reading
+    from kvpress.speculation.eagle import EagleHead as EagleHead
+    from kvpress.speculation.forms import Draft as Draft
+    from kvpress.speculation.forms import PartialVerification as PartialVerification
+    from kvpress.speculation.forms import RetrievedChunks as RetrievedChunks
+    from kvpress.speculation.forms import RetrievedPassages as RetrievedPassages
+    from kvpress.speculation.loop import Speculation as Speculation
+    from kvpress.speculation.loop import speculate as speculate

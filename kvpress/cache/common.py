@@ -85,7 +85,8 @@ class CommonSegment(Segment):
         return self.base.layout.total, self.base.layout.streams
 
     def own(self) -> Segment:
-        return self.take(torch.arange(self.layout.total), self.layout)
+        unshared: Segment = self.take(torch.arange(self.layout.total), self.layout)
+        return unshared
 
     def away(self) -> float:
         return self.base.away()
@@ -93,7 +94,8 @@ class CommonSegment(Segment):
     def known(self) -> Segment:
         layout = Layout(min(1, length) for length in self.layout.lengths)
         rows = self.layout.starts_tensor[self.layout.lengths_tensor > 0]
-        return self.take(rows, layout)
+        first_pairs: Segment = self.take(rows, layout)
+        return first_pairs
 
     # -- rows ------------------------------------------------------------------------------------------------
 

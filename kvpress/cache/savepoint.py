@@ -24,18 +24,21 @@ class Savepoint:
     """
 
     def __init__(self, store: Any, unit: int | None) -> None:
-        self.seen, self.unit = store.seen, unit
+        self.seen: int = store.seen
+        self.unit = unit
         self.held: dict[str, Any] = {name: copy.copy(getattr(store, name)) for name in COUNTERS}
         # Copies of segments share their tensors, but not the dict of per-pair arrays.
         self.held |= {name: copy.deepcopy(vars(store)[name]) for name in ("segments", "dense", "codec_state")}
         self.held["observers"] = {request: apart(observer) for request, observer in store.observers.items()}
-        self.window, self.length = store.window, store.window.length
+        self.window = store.window
+        self.length: int = store.window.length
         self.side, self.log_weight = dict(store.window.side), store.window.log_weight
 
     @property
     def oldest(self) -> int:
         """Tokens seen when the window was last empty, or at the last event before that dropping pairs cannot undo."""
-        return self.seen - min(self.length, self.seen - self.held["fixed_at"])
+        fixed_at: int = self.held["fixed_at"]
+        return self.seen - min(self.length, self.seen - fixed_at)
 
     def restore(self, store: Any) -> None:
         """Restore a store; works once."""

@@ -355,7 +355,9 @@ def read_keys(segments: Sequence[Segment], streams: Tensor, ranks: Tensor) -> Te
         rows, is_here = starts + ranks - base, (ranks >= base) & (ranks < base + lengths)
         base = base + lengths
         if bool(is_here.all()):
-            return segment.read(rows.flatten().to(segment.device))[0].unflatten(0, ranks.shape)
+            flat_keys, _ = segment.read(rows.flatten().to(segment.device))
+            keys: Tensor = flat_keys.unflatten(0, ranks.shape)
+            return keys
         if bool(is_here.any()):
             keys, _ = segment.read(rows[is_here].to(segment.device))
             gathered = keys.new_empty(*ranks.shape, keys.shape[-1]) if gathered is None else gathered

@@ -102,7 +102,8 @@ class KVStore(Rollback):
     @property
     def _dense(self) -> Segment | None:
         """Dense sealed segment, in which rows may share pairs."""
-        return vars(self)["dense"]
+        dense: Segment | None = vars(self)["dense"]
+        return dense
 
     @property
     def sealed(self) -> list[Segment]:

@@ -61,4 +61,5 @@ class QuerySquares(Observer):
             raise ValueError("no queries have been observed yet")
         first = torch.linalg.eigh(self.gram.cpu()).eigenvectors[..., -1]
         sign = torch.where((first * self.total.cpu()).sum(dim=1, keepdim=True) < 0, -1.0, 1.0)
-        return (first * sign).unflatten(0, (self.heads, -1)).mean(dim=1).float()
+        per_query_head: Tensor = (first * sign).unflatten(0, (self.heads, -1))
+        return per_query_head.mean(dim=1).float()

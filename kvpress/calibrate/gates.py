@@ -149,7 +149,7 @@ class Distilled(GateSettings):
         del generator
         (ids, target), start = prompt, len(prompt[0]) - self.answer
         output = attention.follow(model, ids[None, start:], torch.tensor([start], device=ids.device))
-        distance = (output.hidden_states[-1][0].float() - target).square().mean() / target.square().mean()
+        distance: Tensor = (output.hidden_states[-1][0].float() - target).square().mean() / target.square().mean()
         return distance + self.price * attention.gates.mean()
 
 
@@ -225,7 +225,9 @@ class Gated:
             queries = call.queries if scale is None else call.queries * scale.repeat_interleave(groups, dim=0)[:, None]
             queries = queries.reshape(batch, heads, -1, dim)
             past = call.logits(queries, keys.expand(batch, -1, -1, -1))
-            return torch.cat([past, call.logits(queries, call.keys.float())], dim=-1).unflatten(2, (-1, new))
+            present = call.logits(queries, call.keys.float())
+            per_head: Tensor = torch.cat([past, present], dim=-1).unflatten(2, (-1, new))
+            return per_head
 
         groups = call.queries.shape[1] // heads
         if call.layer in self.growing:
@@ -236,7 +238,8 @@ class Gated:
         out = (
             weights[..., : len(prompt_positions)] @ values + weights[..., len(prompt_positions) :] @ call.values.float()
         )
-        return out.unflatten(2, (-1, new)).flatten(1, 2)
+        per_head: Tensor = out.unflatten(2, (-1, new))
+        return per_head.flatten(1, 2)
 
     def weights(self, call: Asked, logits: Callable[..., Tensor], visible: Tensor, in_window: Tensor) -> Tensor:
         """Return attention weights `[B, H, G, n, S]`.

@@ -169,7 +169,8 @@ class Prompt:
             answer = self.ids[None, self.length :]
             output = model(answer, position_ids=self.positions(self.length, answer.shape[1]), use_cache=False)
         self.phase = None
-        return output.logits[0].float().log_softmax(dim=-1)
+        logits: Tensor = output.logits[0]
+        return logits.float().log_softmax(dim=-1)
 
     def _chosen(self, ratio: float) -> dict[int, Tensor]:
         """Mark the prompt's pairs `[H, T]` of each layer that are kept, so that learned pairs fit into the budget too."""
@@ -204,4 +205,5 @@ class Prompt:
         queries = call.queries.float().reshape(1, keys.shape[1], -1, keys.shape[3])
         logits = call.logits(queries, keys).unflatten(2, (-1, new))
         weights = softmax(logits.masked_fill(~seen[None, :, None], -torch.inf), call.sinks).flatten(2, 3)
-        return (weights @ values).unflatten(2, (-1, new)).flatten(1, 2)
+        per_head: Tensor = (weights @ values).unflatten(2, (-1, new))
+        return per_head.flatten(1, 2)

@@ -76,7 +76,7 @@ class RLKVSettings(GateSettings):
             (grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, correction=0, keepdim=True) + 1e-4)
         ).view(-1, 1)
         logits = attention.follow(model, sampled[:, :-1], starts).logits.float()
-        log_p = logits.log_softmax(-1).gather(2, continuations[..., None])[..., 0]
+        log_p: Tensor = logits.log_softmax(-1).gather(2, continuations[..., None])[..., 0]
         mean = float(rewards.mean())
         price = self.price * (math.exp(mean) - 1) if mean > self.target else 0.0
         return price * open_gates - (advantage * log_p).mean()

@@ -143,12 +143,13 @@ def _settings(method: str, options: dict[str, Any]) -> Settings:
     """Return the settings of a method. Raises ValueError for options of other methods."""
     from kvpress.calibrate import METHODS
 
-    accepted = [field.name for field in fields(METHODS[method])]
+    settings_class: type[Settings] = METHODS[method]
+    accepted = [field.name for field in fields(settings_class)]
     for name in options:
         if name not in accepted:
             allowed = ", ".join(_option(field_name) for field_name in accepted) or "no options of its own"
             raise ValueError(f"{_option(name)} does not belong to {method}, which takes {allowed}")
-    return METHODS[method](**options)
+    return settings_class(**options)
 
 
 def _option(name: str) -> str:

@@ -104,7 +104,8 @@ class Design:
         for _ in range(rounds):
             vector = self.back(self.apply(vector / vector.norm().clamp_min(1e-30)))
             size = float(vector.norm())
-        return size**0.5
+        singular_value: float = size**0.5
+        return singular_value
 
 
 def _blocks(length: int, width: int) -> list[slice]:

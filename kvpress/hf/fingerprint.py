@@ -8,6 +8,7 @@ import json
 from typing import Any
 
 from transformers.modeling_utils import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from kvpress.core.calibration import SHAPES, identify
 from kvpress.hf.models import facts_of
@@ -27,7 +28,7 @@ def configuration(model: PreTrainedModel) -> dict[str, Any]:
     return plain
 
 
-def digest_of_tokenizer(tokenizer: Any) -> str:
+def digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a digest of a tokenizer: of its complete rules if available, else of its vocabulary."""
     rules = getattr(tokenizer, "backend_tokenizer", None)
     text = json.dumps(tokenizer.get_vocab(), sort_keys=True) if rules is None else rules.to_str()
@@ -61,7 +62,7 @@ def check_model(about: dict[str, Any], model: PreTrainedModel, source: str) -> N
         )
 
 
-def check_tokenizer(about: dict[str, Any], tokenizer: Any, source: str) -> None:
+def check_tokenizer(about: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, source: str) -> None:
     """Refuse a tokenizer other than the one of a file, if both are known."""
     made = about["tokenizer"]
     if tokenizer is not None and made is not None and digest_of_tokenizer(tokenizer) != made:

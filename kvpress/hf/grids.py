@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
+from transformers.configuration_utils import PreTrainedConfig
 
 from kvpress.core.model import VISION
 from kvpress.hf.models import vision_tokens
@@ -21,7 +22,7 @@ def grids_among(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {kind: grid for kind, grid in arguments.items() if grid is not None}
 
 
-def cells_in(config: Any, ids: Tensor, kwargs: dict[str, Any], request: Request | None = None) -> Cells:
+def cells_in(config: PreTrainedConfig, ids: Tensor, kwargs: dict[str, Any], request: Request | None = None) -> Cells:
     """Return a function that computes the layout of images and videos among the `ids [B, Q]` of a call.
 
     In `generate`, which encodes images before it calls the model, the grids are those of the `request`. Each prompt may be
@@ -33,14 +34,14 @@ def cells_in(config: Any, ids: Tensor, kwargs: dict[str, Any], request: Request 
     return partial(_cells, config, ids, request.grids, request.copies)
 
 
-def _cells(config: Any, ids: Tensor, patches: dict[str, Any], copies: int, before: int) -> Tensor:
+def _cells(config: PreTrainedConfig, ids: Tensor, patches: dict[str, Any], copies: int, before: int) -> Tensor:
     ids, grids = ids[::copies].cpu(), {}
     for kind, token in vision_tokens(config).items():
         grids[token] = _grids(config, patches.get(kind), int((ids == token).sum()))
     return lay_out(ids, grids, before).repeat_interleave(copies, dim=0)
 
 
-def _grids(config: Any, patches: Any, tokens: int) -> list[Grid]:
+def _grids(config: PreTrainedConfig, patches: Any, tokens: int) -> list[Grid]:
     """Return the grids of all images of a kind, which have `tokens` tokens; an empty list if they are unknown.
 
     `patches [images, 3]` counts the patches of the vision encoder, before it merges squares of them.
@@ -52,7 +53,7 @@ def _grids(config: Any, patches: Any, tokens: int) -> list[Grid]:
     return [Grid(1, side, side)] * (tokens // (side * side)) if side else []
 
 
-def image_side(config: Any) -> int:
+def image_side(config: PreTrainedConfig) -> int:
     """Return the side, in tokens, of every image, if all images of a model are squares of one size; else 0."""
     if getattr(config, "model_type", None) == "gemma3":
         return int(config.mm_tokens_per_image**0.5)

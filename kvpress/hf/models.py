@@ -26,6 +26,7 @@ from transformers import (
     GenerationMixin,
 )
 from transformers.cache_utils import Cache, get_layer_types_and_kwargs
+from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import CONFIG_NAME, logging
 
@@ -221,7 +222,7 @@ def facts_of(model: PreTrainedModel, modules: Sequence[nn.Module] | None = None)
     )
 
 
-def facts_of_config(config: Any) -> ModelFacts:
+def facts_of_config(config: PreTrainedConfig) -> ModelFacts:
     """Return the facts of a model that its configuration has, without loading it."""
     all_layers = config_layers(config.get_text_config(decoder=True))
     attention = [layer for layer in all_layers if any(name in layer.kind for name in ATTENTION)]
@@ -229,7 +230,7 @@ def facts_of_config(config: Any) -> ModelFacts:
     return _facts(config, (getattr(config, "architectures", None) or [type(config).__name__])[0], layers)
 
 
-def _facts(config: Any, name: str, layers: list[LayerFacts]) -> ModelFacts:
+def _facts(config: PreTrainedConfig, name: str, layers: list[LayerFacts]) -> ModelFacts:
     text = config.get_text_config(decoder=True)
     dtype = getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.bfloat16
     window = getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None) or 0
@@ -245,7 +246,7 @@ def _facts(config: Any, name: str, layers: list[LayerFacts]) -> ModelFacts:
     )
 
 
-def vision_tokens(config: Any) -> dict[str, int]:
+def vision_tokens(config: PreTrainedConfig) -> dict[str, int]:
     """Return the placeholder ids of images and videos in a prompt, by kind; empty if images are not tokens of the cache."""
     text = config.get_text_config(decoder=True)
     if text is config or getattr(text, "cross_attention_layers", None):
@@ -260,7 +261,7 @@ def vision_tokens(config: Any) -> dict[str, int]:
     return {kind: token for kind, token in tokens.items() if token is not None}
 
 
-def config_layers(text_config: Any) -> list[LayerFacts]:
+def config_layers(text_config: PreTrainedConfig) -> list[LayerFacts]:
     """Return all layers of a decoder. Shapes may differ, as in Gemma 4. MLA layers store one latent for all heads."""
     layers = []
     # Before transformers 5.23, trailing layers that read the pairs of other layers have no type.
@@ -305,7 +306,7 @@ def new_cache(model: PreTrainedModel) -> DynamicCache:
     return DynamicCache(config=model.config)
 
 
-def layer_types(text_config: Any) -> list[str]:
+def layer_types(text_config: PreTrainedConfig) -> list[str]:
     """Return the type of every cache layer of a decoder: `full_attention`, `sliding_attention`, ..."""
     return list(get_layer_types_and_kwargs(text_config)[0])
 
@@ -338,7 +339,7 @@ def quiet() -> None:
     logging.set_verbosity_error()
 
 
-def auto_class(config: Any) -> Any:
+def auto_class(config: PreTrainedConfig) -> Any:
     """Return the auto class that builds a model from its configuration: causal language, or image-text-to-text."""
     causal = type(config) in AutoModelForCausalLM._model_mapping
     return (
@@ -358,7 +359,7 @@ def load(path: str, **kwargs: Any) -> tuple[PreTrainedModel, Any]:
     return model_class.from_pretrained(path, **kwargs).eval(), tokenizer
 
 
-def parameters_of_config(config: Any) -> int:
+def parameters_of_config(config: PreTrainedConfig) -> int:
     """Return the number of parameters of a causal language model, without allocating weights."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in auto_class(config).from_config(config).parameters())

@@ -9,6 +9,7 @@ from typing import Any
 from weakref import WeakSet
 
 from torch import Tensor, nn
+from transformers.configuration_utils import PreTrainedConfig
 
 from kvpress.core.recipe import Recipe
 
@@ -17,7 +18,7 @@ _MOVING = ("dynamic", "longrope")
 _warned: WeakSet[nn.Module] = WeakSet()
 
 
-def positions_of(config: Any) -> int | None:
+def positions_of(config: PreTrainedConfig) -> int | None:
     """Return the number of positions of a model from its configuration; None without a limit.
 
     That is `max_position_embeddings`, or the number to which a scaled rotary embedding extends it. Configurations differ in
@@ -53,7 +54,7 @@ def _uses_alibi(text: Any) -> bool:
     return bool(getattr(text, "alibi", False) or getattr(attention, "alibi", False))
 
 
-def reach(config: Any, recipe: Recipe, tokens: int) -> int:
+def reach(config: PreTrainedConfig, recipe: Recipe, tokens: int) -> int:
     """Return the positions that reading `tokens` needs: fewer where a press closes the gaps that it leaves while it reads.
 
     Rotary attention depends on distances alone, and these then lie within the kept pairs and one chunk.
@@ -63,7 +64,9 @@ def reach(config: Any, recipe: Recipe, tokens: int) -> int:
     return recipe.span(tokens) if relative else tokens
 
 
-def check_positions(config: Any, tokens: int, fix: str, subject: str = "", recipe: Recipe | None = None) -> None:
+def check_positions(
+    config: PreTrainedConfig, tokens: int, fix: str, subject: str = "", recipe: Recipe | None = None
+) -> None:
     """Refuse to read `tokens` tokens if the model has fewer positions.
 
     Args:
@@ -103,5 +106,5 @@ def warn_past_positions(model: nn.Module, limit: int, tokens: int, kwargs: dict[
         )
 
 
-def _of(config: Any) -> str:
+def _of(config: PreTrainedConfig) -> str:
     return f"that {(getattr(config, 'architectures', None) or [type(config).__name__])[0]} was made for"

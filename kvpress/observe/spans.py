@@ -350,7 +350,7 @@ def spans_in(rule: Spans, call: LayerCall) -> list[list[Span]]:
             raise ValueError(
                 "spans of tags, roles and images are located while a model runs: use the press inside `with press(model)`"
             )
-        tracker: Any = call.tokens.tracker()
+        tracker: SpanTracker = call.tokens.tracker()
         return tracker.find(rule, call.tokens.mask)
     rows, seen = call.store.batch, call.store.seen
     lengths = [seen] * rows if call.tokens.mask is None else call.tokens.mask.sum(dim=1).tolist()

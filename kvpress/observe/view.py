@@ -324,7 +324,8 @@ def _gather(
 
     def joined(arrays: Sequence[Tensor]) -> Tensor:
         flat = arrays[0] if order is None else torch.cat(list(arrays)).index_select(0, order.to(arrays[0].device))
-        return flat.unflatten(0, (len(rows), len(span), longest))
+        per_head: Tensor = flat.unflatten(0, (len(rows), len(span), longest))
+        return per_head
 
     def of_pairs(array: Callable[[Segment], Tensor]) -> Tensor:
         return joined([array(part)[index] for part, index in chosen])

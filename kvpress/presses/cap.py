@@ -71,5 +71,5 @@ class CapPress(ScorerPress):
         scaled = values * ((weights + self.epsilon) * ~sinks).sqrt()[..., None]
         eye = torch.eye(values.shape[2], dtype=torch.float64, device=values.device)
         factor = torch.linalg.cholesky(eye + (scaled.transpose(1, 2) @ scaled).double())
-        whiten = torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False).transpose(1, 2)
+        whiten: Tensor = torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False).transpose(1, 2)
         return weights * (values @ whiten.float()).square().sum(dim=2)

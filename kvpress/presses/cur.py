@@ -69,11 +69,11 @@ class CURPress(ScorerPress):
         if self.use_random_leverage:
             normal = torch.randn(vectors.shape[-1], SKETCH, generator=torch.Generator().manual_seed(0))
             vectors = vectors.float() @ (normal / SKETCH**0.5).to(vectors.device)
-        size = torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float32).square()
+        size: Tensor = torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float32).square()
         if not self.use_local_approximation:
             return size / _positive(size.sum(dim=-1, keepdim=True))
         length, width = size.shape[-1], self.local_window_size
-        windows = pad(size, (0, -length % width)).unflatten(-1, (-1, width))
+        windows: Tensor = pad(size, (0, -length % width)).unflatten(-1, (-1, width))
         return (windows / _positive(windows.sum(dim=-1, keepdim=True))).flatten(2)[..., :length]
 
 

@@ -96,7 +96,8 @@ class HeadKVPress(SnapKVPress):
         scores = read_scores(path)
         for heads in ([layer.heads for layer in model.layers], kv_heads := [layer.kv_heads for layer in model.layers]):
             if heads == [scores.shape[1]] * len(scores):
-                return scores.unflatten(1, (kv_heads[0], -1)).sum(dim=2)
+                grouped: Tensor = scores.unflatten(1, (kv_heads[0], -1))
+                return grouped.sum(dim=2)
         raise ValueError(
             f"{path} has scores of {len(scores)} layers of {scores.shape[1]} heads, but {model.name} has {len(kv_heads)} "
             f"attention layers of {model.layers[0].heads} query and {kv_heads[0]} KV heads; use a file for this model"

@@ -31,4 +31,5 @@ class KnormPress(ScorerPress):
 
     def scores(self, view: View) -> Tensor:
         """Return `[b, h, n]`."""
-        return -view.keys.float().norm(dim=-1)
+        norms: Tensor = view.keys.float().norm(dim=-1)
+        return -norms

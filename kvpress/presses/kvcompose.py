@@ -180,7 +180,7 @@ class Enhanced(Repetition):
                 sums[0].scatter_add_(1, positions, scores.flatten(1))
                 sums[1].scatter_add_(1, positions, torch.ones_like(scores).flatten(1))
             view.memo[key] = sums[0] / sums[1].clamp_min(1)
-        mean = view.memo[key][:, None].expand(-1, view.shape[1], -1)
+        mean: Tensor = view.memo[key][:, None].expand(-1, view.shape[1], -1)
         return self._head_scores(view) + mean.gather(2, view.positions)
 
     def _head_scores(self, view: View) -> Tensor:

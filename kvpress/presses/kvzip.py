@@ -285,4 +285,5 @@ def _projected_norms(module: nn.Module, values: Tensor, head: int) -> Tensor:
     weight = output_weight(module)
     assert weight is not None  # noqa: S101 - checked when the block was entered
     weight = weight[:, head * values.shape[1] : (head + 1) * values.shape[1]]
-    return (values.float() @ weight.float().T).norm(dim=-1)
+    norms: Tensor = (values.float() @ weight.float().T).norm(dim=-1)
+    return norms

@@ -96,5 +96,5 @@ def of_rows(keys: Tensor, sketch_dimension: int, ridge: float = RIDGE) -> Tensor
     size = gram.diagonal(dim1=1, dim2=2).mean(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
     eye = torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device)
     factor = torch.linalg.cholesky_ex(gram + ridge * size[:, None, None] * eye).L
-    whiten = torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False).transpose(1, 2)
+    whiten: Tensor = torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False).transpose(1, 2)
     return (rows @ whiten.float()).square().sum(dim=2)

@@ -164,7 +164,7 @@ class Along(Allocator):
         fixed = view.target - mean  # pairs that are kept in any case and compete with no others
         curves = [curve_of(self.curve, layer) for layer in self.layers]
         kept = shares(torch.cat(curves, dim=1), 1 - view.target / view.available, view.available, self.minimum)
-        layer_counts = kept.split([curve.shape[1] for curve in curves])[self.layers.index(view.layer)]
+        layer_counts: Tensor = kept.split([curve.shape[1] for curve in curves])[self.layers.index(view.layer)]
         count = (layer_counts[view.heads] - fixed).clamp(0, view.length)
         return count.to(view.positions.device).expand(view.shape[:2])
 

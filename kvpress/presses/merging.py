@@ -97,6 +97,7 @@ def _blended(values: Tensor, kept: Tensor, evicted: Tensor, target: Tensor, simi
     """Return the values of the kept pairs, with the evicted values merged in."""
     kept_values, evicted_values = values[kept], values[evicted]
     evicted_norms, kept_norms = evicted_values.norm(dim=1), kept_values.norm(dim=1)[target]
-    weights = similarity * evicted_norms / (evicted_norms + kept_norms).clamp_min(torch.finfo(torch.float32).tiny)
+    tiny = torch.finfo(torch.float32).tiny
+    weights: Tensor = similarity * evicted_norms / (evicted_norms + kept_norms).clamp_min(tiny)
     total = torch.zeros_like(kept_values).index_add_(0, target, evicted_values * weights[:, None])
     return (kept_values + total) / (1 + weights.new_zeros(len(kept)).index_add_(0, target, weights))[:, None]

@@ -102,7 +102,7 @@ END, NEWEST = Wanted(PromptEnd), Wanted(RecentQueries, 1)
 
 def generated(view: View) -> Tensor:
     """Mark the pairs `[b, h, n]` of generated tokens."""
-    end = view.observer(END).tokens[view.rows].to(view.positions.device)
+    end: Tensor = view.observer(END).tokens[view.rows].to(view.positions.device)
     return view.positions >= end[:, None, None]
 
 

@@ -107,7 +107,8 @@ def truncated_entropy(vectors: Tensor, rank: int) -> Tensor:
     squares = rows.mT @ rows
     trace = squares.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(torch.finfo(squares.dtype).tiny)
     values = torch.linalg.eigvalsh(squares / trace[..., None, None]).clamp_min(0)
-    return (torch.special.entr(values[..., -rank:]).sum(-1) / math.log(vectors.shape[-1])).round(decimals=9)
+    entropy: Tensor = torch.special.entr(values[..., -rank:]).sum(-1)
+    return (entropy / math.log(vectors.shape[-1])).round(decimals=9)
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,8 @@ class Pooling(ByScore):
         memo, head = scored.whole.memo, scored.whole.heads.start
         if ("choice", head) not in memo:
             memo["choice", head] = self._pool(scored)
-        mask, scored.log_weight = memo["choice", head]
+        choice: tuple[Tensor, Tensor] = memo["choice", head]
+        mask, scored.log_weight = choice
         return mask
 
     def _pool(self, scored: Scored) -> tuple[Tensor, Tensor]:
@@ -285,7 +286,9 @@ class Near(Pattern):
     def _blocks(self, values: Tensor, fill: int) -> Tensor:
         """Return `values [b, n]` in blocks, `[b, ceil(n / block), block]`, padded with `fill`."""
         padding = -values.shape[1] % self.block
-        return torch.cat([values, values.new_full((len(values), padding), fill)], dim=1).unflatten(1, (-1, self.block))
+        padded = torch.cat([values, values.new_full((len(values), padding), fill)], dim=1)
+        blocks: Tensor = padded.unflatten(1, (-1, self.block))
+        return blocks
 
     def _numbers(self, prompt: Prompt, row: int) -> Tensor:
         """Return the chunk number of every token of a row, `[T]`; -1 for text and earlier turns."""

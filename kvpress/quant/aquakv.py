@@ -143,7 +143,8 @@ class PredictingCodec(Codec):
         return dim * sum(self.bits) / 8 + 2
 
     def table_bytes(self, dim: int) -> int:
-        return self.levels.nbytes + self.weight.nbytes + self.offset.nbytes + 2 * len(self.levels) * 2 ** self.bits[1]
+        value_levels = len(self.levels) * (1 << self.bits[1])
+        return self.levels.nbytes + self.weight.nbytes + self.offset.nbytes + 2 * value_levels
 
     def shared_bytes(self, tokens: int, dim: int) -> int:
         return angle_bytes(tokens, dim)

@@ -264,4 +264,4 @@ class BlockCodec(Codec):
 
     def table_bytes(self, dim: int) -> int:
         keys, values = self.bits
-        return len(self.keys) * (2 * dim**2 + 6 * dim * keys) + 8 + 4 * dim**2 + 4 * 2**values
+        return len(self.keys) * (2 * dim**2 + 6 * dim * keys) + 8 + 4 * dim**2 + 4 * (1 << values)

@@ -146,7 +146,7 @@ class LevelCodec(Codec):
 
     def table_bytes(self, dim: int) -> int:
         heads, (key_bits, value_bits) = len(self.centre), self.bits
-        return 2 * heads * (dim * 2**key_bits + 2**value_bits)
+        return 2 * heads * (dim * (1 << key_bits) + (1 << value_bits))
 
     def shared_bytes(self, tokens: int, dim: int) -> int:
         return angle_bytes(tokens, dim)

@@ -130,7 +130,7 @@ class ThinKCodec(ThinCodec):
         lengths = segment.layout.lengths_tensor.to(segment.device)
         key_energy = torch.zeros(len(lengths), segment.keys.shape[1], device=segment.device)
         key_energy.index_add_(0, stream, segment.keys.float().square())
-        query_energy = sealing.observers[Wanted(QueryEnergy, self.residual)].means().to(segment.device)
+        query_energy: Tensor = sealing.observers[Wanted(QueryEnergy, self.residual)].means().to(segment.device)
         scores = query_energy * key_energy / lengths.clamp_min(1)[:, None]
         channels = scores.topk(self.width(scores.shape[1]), dim=1).indices.sort(dim=1).values.to(torch.int16)
         for earlier in reversed(sealing.earlier):

@@ -88,7 +88,7 @@ class RotatedCodec(Codec):
         return dim * sum(self.bits) / 8 + 4
 
     def table_bytes(self, dim: int) -> int:
-        keys, values = (4 * 2**bits for bits in self.bits)
+        keys, values = (4 * (1 << bits) for bits in self.bits)
         if self.sketch:
             return 12 * dim**2 + 2 * keys + values
         return 8 * dim**2 + keys + (0 if keys == values else values)
@@ -144,7 +144,8 @@ def below(edges: Tensor, numbers: Tensor) -> Tensor:
 def rotation(dim: int, seed: int, device: torch.device) -> Tensor:
     """Return an orthogonal matrix, float32 [D, D], drawn from the uniform (Haar) distribution."""
     q, r = torch.linalg.qr(torch.randn(dim, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)))
-    return (q * r.diagonal().sign()).float().to(device)
+    orthogonal: Tensor = q * r.diagonal().sign()
+    return orthogonal.float().to(device)
 
 
 @cache
@@ -152,7 +153,7 @@ def rotation(dim: int, seed: int, device: torch.device) -> Tensor:
 def levels(bits: int, device: torch.device) -> Tensor:
     """Return the levels that quantise a unit Gaussian with the least mean squared error, float32 [1, 1, E, 1]."""
     normal = torch.distributions.Normal(torch.zeros((), dtype=torch.float64), 1)
-    level = 3**0.5 * normal.icdf((torch.arange(2**bits, dtype=torch.float64) + 0.5) / 2**bits)
+    level: Tensor = 3**0.5 * normal.icdf((torch.arange(2**bits, dtype=torch.float64) + 0.5) / 2**bits)
     for _ in range(1000):  # each level moves to the mean of its interval
         edges = torch.cat([level.new_tensor([-torch.inf]), (level[1:] + level[:-1]) / 2, level.new_tensor([torch.inf])])
         level = -normal.log_prob(edges).exp().diff() / normal.cdf(edges).diff()

@@ -77,7 +77,7 @@ class UniformRows(Held):
         """Return decoded rows `[n, D]` in `dtype`."""
         rows = row_numbers(rows, len(self.codes), self.codes.device)
         block = self.runs.of(rows)
-        codes = kernels.unpack(self.codes[rows], self.bits).unflatten(-1, (-1, self.channel_group)).float()
+        codes: Tensor = kernels.unpack(self.codes[rows], self.bits).unflatten(-1, (-1, self.channel_group)).float()
         values = (codes * self.scale[block].float()[..., None] + self.zero[block].float()[..., None]).flatten(-2)
         if self.row_scale is not None:
             values *= self.row_scale[rows, None].float()

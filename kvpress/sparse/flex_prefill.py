@@ -72,4 +72,5 @@ def _distance(estimate: Tensor, weights: Tensor) -> Tensor:
     weights = weights / weights.sum(dim=-1, keepdim=True)
     middle = (estimate + weights) / 2
     halves = (torch.special.xlogy(p, p) - torch.special.xlogy(p, middle) for p in (estimate, weights))
-    return (sum(half.sum(dim=-1) for half in halves) / 2).clamp_min(0).sqrt()
+    divergence: Tensor = sum(half.sum(dim=-1) for half in halves) / 2
+    return divergence.clamp_min(0).sqrt()

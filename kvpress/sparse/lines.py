@@ -81,4 +81,6 @@ def _needed(weights: Tensor, received: Tensor, share: float) -> Tensor:
         covered.scatter_add_(2, best, weights[:, :, row, :seen])
     before = covered.cumsum(dim=-1) - covered
     target = share * covered.sum(dim=-1, keepdim=True).clamp_min(NEGLIGIBLE)
-    return ((before < target) & (covered > 0)).gather(2, rank).unflatten(2, (2, total))
+    is_needed = (before < target) & (covered > 0)
+    lines: Tensor = is_needed.gather(2, rank).unflatten(2, (2, total))
+    return lines

@@ -185,4 +185,5 @@ def main_directions(store: KVStore, streams: list[int], counts: list[int], chann
 
 def principal(scatter: Tensor) -> Tensor:
     """Return the eigenvectors of symmetric matrices `[..., D, D]` as columns, by falling eigenvalue."""
-    return torch.linalg.eigh(scatter).eigenvectors.flip(-1)
+    eigenvectors: Tensor = torch.linalg.eigh(scatter).eigenvectors
+    return eigenvectors.flip(-1)

@@ -169,4 +169,6 @@ def capped(chosen: Tensor, scores: Tensor, grid: BlockGrid, density: float, sing
 
 def per_block(columns: Tensor, block: int) -> Tensor:
     """Return the sums of `columns [b, Hq, T]` over blocks, `[b, Hq, nk]`."""
-    return torch.nn.functional.pad(columns, (0, -columns.shape[-1] % block)).unflatten(-1, (-1, block)).sum(dim=-1)
+    padded = torch.nn.functional.pad(columns, (0, -columns.shape[-1] % block))
+    blocks: Tensor = padded.unflatten(-1, (-1, block))
+    return blocks.sum(dim=-1)

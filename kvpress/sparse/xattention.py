@@ -73,5 +73,6 @@ class XAttentionPress(EstimatedPress):
         )
         last = (newest + total - new) // stride
         scale = prompt.logits.scale / stride
-        scores = tile_mass(joined_queries.flatten(0, 1), joined_keys.flatten(0, 1), last, (per, per), scale=scale)
-        return scores.unflatten(0, queries.shape[:2])
+        flat_scores = tile_mass(joined_queries.flatten(0, 1), joined_keys.flatten(0, 1), last, (per, per), scale=scale)
+        scores: Tensor = flat_scores.unflatten(0, queries.shape[:2])
+        return scores

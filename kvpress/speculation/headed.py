@@ -35,8 +35,10 @@ class HeadReader:
         self.passes = 0
         self.exact = 1
         self.recorded: list[Tensor] = []
-        # Hidden states of the target up to token `end`, and the newest predicted one.
-        self.hidden = self.guessed = self.lm_head.weight.new_empty(len(mask), 0, head.width)
+        self.hidden: Tensor = self.lm_head.weight.new_empty(len(mask), 0, head.width)
+        """Hidden states of the target up to token `end`."""
+        self.guessed: Tensor = self.hidden
+        """Newest predicted hidden state."""
         self.end = 0
 
     @property
@@ -89,7 +91,7 @@ class HeadReader:
             embedded = self.head.embedded(ids, self.embed).to(self.lm_head.weight)
             guessed = self.head.guess(embedded, self._hidden(first, count), self.pairs, positions, real)
             self.guessed = guessed[:, -1:]
-            logits = self.lm_head(self.guessed)
+            logits: Tensor = self.lm_head(self.guessed)
         self.passes += 1
         return logits.float().to(ids.device)
 

@@ -87,7 +87,8 @@ class Reader:
                 logits_to_keep=logits,
             )
         self.mask, self.passes = mask, self.passes + 1
-        return output.logits[:, -logits:].float().to(ids.device)
+        newest: Tensor = output.logits[:, -logits:]
+        return newest.float().to(ids.device)
 
     def crop(self, seen: int) -> None:
         """Remove all but the first `seen` tokens, also after a pass that failed between two layers."""

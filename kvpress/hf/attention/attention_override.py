@@ -15,13 +15,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from kvpress.core.host import Asked
-from kvpress.hf.attention.functions import PressName, check_known, logits_of, native_attention
+from kvpress.hf.attention.functions import AttentionFunction, PressName, check_known, logits_of, native_attention
 from kvpress.hf.models import facts_of
 
 NAME = "kvpress_attending"
 
 Attend = Callable[[Asked], Tensor | None]
-_attend: WeakKeyDictionary[nn.Module, Callable[..., tuple[Tensor, Tensor | None]]] = WeakKeyDictionary()
+_attend: WeakKeyDictionary[nn.Module, AttentionFunction] = WeakKeyDictionary()
 """Replacement by module: transformers has one registered function for all models and threads."""
 
 

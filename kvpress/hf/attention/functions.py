@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
+from transformers.configuration_utils import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -32,6 +33,10 @@ FEW, MANY = 16, 1024
 """Most new tokens, and fewest tokens before them, for which the store replaces sdpa with grouped heads on a CPU."""
 
 
+AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
+"""Attention function of transformers: returns the output `[B, Q, Hq, Dv]`, and the weights if it computes them."""
+
+
 class PressName(str):
     """Name `kvpress` in a configuration. It stores the `native` name, which copies of the configuration get instead."""
 
@@ -46,7 +51,7 @@ class PressName(str):
         return str, (self.native,)
 
 
-def native_name(config: Any) -> str:
+def native_name(config: PreTrainedConfig) -> str:
     """Return the attention implementation that a configuration has without a press."""
     name: str = config._attn_implementation
     if name == NAME and not isinstance(name, PressName):
@@ -57,10 +62,11 @@ def native_name(config: Any) -> str:
     return getattr(name, "native", name)
 
 
-def native_attention(module: nn.Module) -> Callable[..., Any]:
+def native_attention(module: nn.Module) -> AttentionFunction:
     """Return the attention function that a module uses without a press."""
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    return ALL_ATTENTION_FUNCTIONS.get_interface(native_name(module.config), eager)
+    attend: AttentionFunction = ALL_ATTENTION_FUNCTIONS.get_interface(native_name(module.config), eager)
+    return attend
 
 
 def register() -> None:
@@ -264,8 +270,10 @@ def attention(
 
 def _weights(
     module: nn.Module, call: LayerCall, query: Tensor, key: Tensor, tiles: int, mask: PressMask | None, settings: Any
-) -> Tensor:
+) -> Tensor | None:
     """Return the weights `[B, Hq, Q, stored]` of new tokens over the pairs of a layer, from the model's eager attention.
+
+    Attention functions that compute no weights give None.
 
     Raises:
         ValueError: the heads of the layer store different numbers of pairs, or pairs are encoded.
@@ -286,7 +294,7 @@ def _weights(
         )
         visible = torch.zeros(future.shape, dtype=query.dtype, device=query.device)
         visible = visible.masked_fill(future, torch.finfo(query.dtype).min)[None, None]
-    weights: Tensor = native_attention(module)(module, query, keys, values, visible, **settings)[1]
+    _, weights = native_attention(module)(module, query, keys, values, visible, **settings)
     return weights
 
 
@@ -351,14 +359,16 @@ def _in_order(query: Tensor, key: Tensor, tiles: int | None) -> Tensor:
     """Reorder query heads so that each GQA group is contiguous, as the store expects."""
     if tiles in (None, 1):
         return query
-    return query.unflatten(1, (tiles, key.shape[1] // tiles, -1)).transpose(1, 2).flatten(1, 3)
+    per_tile: Tensor = query.unflatten(1, (tiles, key.shape[1] // tiles, -1))
+    return per_tile.transpose(1, 2).flatten(1, 3)
 
 
 def _out_of_order(output: Tensor, key: Tensor, tiles: int) -> Tensor:
     """Undo `_in_order` for an output `[B, Q, Hq, Dv]`."""
     if tiles == 1:
         return output
-    return output.unflatten(2, (key.shape[1] // tiles, tiles, -1)).transpose(2, 3).flatten(2, 4)
+    per_tile: Tensor = output.unflatten(2, (key.shape[1] // tiles, tiles, -1))
+    return per_tile.transpose(2, 3).flatten(2, 4)
 
 
 def _arranged(keys: Tensor, values: Tensor, key: Tensor, tiles: int) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ import transformers
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_utils import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 import kvpress
 from kvpress.cache.container import Block, Header, Writing, open_file, read_header, write
@@ -109,7 +110,7 @@ def save(
     *,
     tokens: Tensor | None = None,
     mask: Tensor | None = None,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     notes: dict[str, Any] | None = None,
     compress: str | None = None,
 ) -> CacheInfo:
@@ -143,7 +144,9 @@ def save(
     return cache_info(path)
 
 
-def load(path: str | Path, model: PreTrainedModel, *, tokenizer: Any = None, verify: bool = True) -> DynamicCache:
+def load(
+    path: str | Path, model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerBase | None = None, verify: bool = True
+) -> DynamicCache:
     """Load the cache of a file to the device of the model.
 
     Continue it inside `with kvpress.reading(model, press)` or `with press(model)` with the press of the cache; generated tokens
@@ -207,7 +210,7 @@ def written(
     *,
     tokens: Tensor | None = None,
     mask: Tensor | None = None,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     notes: dict[str, Any] | None = None,
     compress: str | None = None,
 ) -> Writing:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_utils import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from kvpress.cache.container import Header, Place, Tensors, receive_block, receive_header, send_blocks
 from kvpress.cache.files import check_names
@@ -40,7 +41,7 @@ def send(
     *,
     tokens: Tensor | None = None,
     mask: Tensor | None = None,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     notes: dict[str, Any] | None = None,
 ) -> int:
     """Send a cache through a socket, a pipe or another writable stream; returns the number of bytes sent.
@@ -68,7 +69,7 @@ def receive(
     stream: Any,
     model: PreTrainedModel,
     *,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     limit: int | str | None = None,
     wait: bool = True,
     timeout: float | None = 60.0,

@@ -76,7 +76,8 @@ class PressLayer(CacheLayerMixin):
             with between_passes(cache):
                 for layer in cache.layers:
                     memo[id(layer)] = layer._twin(memo) if isinstance(layer, PressLayer) else copy.deepcopy(layer, memo)
-            return memo[id(self)]
+            twin: PressLayer = memo[id(self)]
+            return twin
         return self._twin(memo)
 
     def _twin(self, memo: dict[int, Any]) -> PressLayer:

@@ -6,13 +6,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import TextStreamer
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from kvpress.core.press import BasePress
 from kvpress.core.spec import get_press
@@ -39,7 +39,7 @@ class Reply:
 class _Spoken(TextStreamer):
     """Streamer that passes text on, and measures the time of the first token."""
 
-    def __init__(self, tokenizer: Any, say: Callable[[str], None]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self.say, self.tokens = say, 0
         self.parts: list[str] = []
@@ -57,7 +57,9 @@ class _Spoken(TextStreamer):
         self.say(text)
 
 
-def read_text(model: PreTrainedModel, tokenizer: Any, press: BasePress | str, text: str) -> tuple[Cache, Tensor]:
+def read_text(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, press: BasePress | str, text: str
+) -> tuple[Cache, Tensor]:
     """Read a text under a press, up to the place of a question; return the cache and the ids `[1, n]` that it has read.
 
     Raises:
@@ -76,7 +78,7 @@ def read_text(model: PreTrainedModel, tokenizer: Any, press: BasePress | str, te
 
 def ask(
     model: PreTrainedModel,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     cache: Cache,
     question: str,
     press: BasePress | str | None = None,
@@ -100,6 +102,6 @@ def ask(
     return Reply("".join(streamer.parts), streamer.tokens, streamer.first - streamer.started, done)
 
 
-def _framed(model: PreTrainedModel, tokenizer: Any, text: str) -> tuple[str, str]:
+def _framed(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[str, str]:
     """Return the texts before and after a question about a text, as in the pipeline."""
     return KVPressTextGenerationPipeline(model=model, tokenizer=tokenizer)._frame(text, True, enable_thinking=False)

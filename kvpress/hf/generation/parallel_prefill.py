@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_utils import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from kvpress.cache.files import Packer, Unpacker
 from kvpress.core.calibration import identify
@@ -45,7 +46,7 @@ def parallel_prefill(
     *,
     parts: Sequence[int] | None = None,
     group: Any = None,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> DynamicCache | None:
     """Read a prompt with all processes of a group; return the compressed cache in the last process, and None in the others.
 
@@ -98,7 +99,13 @@ def parallel_prefill(
 
 
 def _read(
-    model: PreTrainedModel, press: BasePress, ids: Tensor, mask: Tensor, part: Sequence[int], line: Line, tokenizer: Any
+    model: PreTrainedModel,
+    press: BasePress,
+    ids: Tensor,
+    mask: Tensor,
+    part: Sequence[int],
+    line: Line,
+    tokenizer: PreTrainedTokenizerBase | None,
 ) -> DynamicCache:
     """Read one part: receive each layer from the previous process before it runs, and send it on after it."""
     start, stop = part

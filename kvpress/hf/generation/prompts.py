@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from kvpress.core.press import BasePress
 from kvpress.hf.models import with_cache
@@ -22,7 +21,7 @@ def read_prompt(
     ids: Tensor,
     mask: Tensor,
     evict: bool = True,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> None:
     """Append `ids [B, n]` to a cache under a press, in a block that other threads do not share.
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
+from transformers.configuration_utils import PreTrainedConfig
 
 from kvpress.core.model import GROWING, LayerFacts
 from kvpress.core.recipe import Recipe
@@ -115,12 +117,12 @@ def check_generate(model: Any, inputs: Tensor | None = None, generation_config: 
     return 0
 
 
-def wants_weights(kwargs: dict[str, Any], config: Any) -> bool:
+def wants_weights(kwargs: dict[str, Any], config: PreTrainedConfig) -> bool:
     """Whether a forward pass with such arguments returns attention weights."""
     return bool(kwargs.get("output_attentions", getattr(config, "output_attentions", False)))
 
 
-def check_weights(recipe: Recipe, config: Any, mask: Any, later: bool) -> None:
+def check_weights(recipe: Recipe, config: PreTrainedConfig, mask: Any, later: bool) -> None:
     """Refuse `output_attentions=True` if the attention weights are not available; `later` if the cache has tokens already.
 
     The weights of a prompt are from the model's eager attention over all its tokens. Later tokens get weights over the stored
@@ -275,7 +277,7 @@ def check_forward(
     recipe: Recipe,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    config: Any,
+    config: PreTrainedConfig,
     prefill_until: int | None,
     layers: Sequence[LayerFacts],
     ids_known: bool = True,
@@ -331,7 +333,7 @@ def check_forward(
     return seen + int(new.shape[1])
 
 
-def check_known_tokens(cache: Any, seen: int) -> None:
+def check_known_tokens(cache: Cache, seen: int) -> None:
     """Refuse to find spans in a cache that has seen tokens of unknown ids."""
     store = next((layer.store for layer in cache.layers if getattr(layer, "store", None) is not None), None)
     num_known = 0 if store is None or SPANS not in store.observers else store.observers[SPANS].known
@@ -361,7 +363,7 @@ def check_position_ids(position_ids: Tensor | None, mask: Tensor | None, new: in
         )
 
 
-def _check_cache_shape(cache: Any, expected: Sequence[LayerFacts]) -> None:
+def _check_cache_shape(cache: Cache, expected: Sequence[LayerFacts]) -> None:
     num_layers, layers = len(cache.layers), len(expected)
     # Before transformers 5.23, a cache has no entry for trailing layers that read the pairs of other layers.
     min_layers = 1 + max((layer.cache_index for layer in expected if layer.kind != NO_PAIRS), default=-1)

@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation import GenerationMixin
 from transformers.modeling_utils import PreTrainedModel
 
@@ -417,5 +418,5 @@ def _generates(model: PreTrainedModel) -> bool:
     return False
 
 
-def _name(config: Any, name: str) -> None:
+def _name(config: PreTrainedConfig, name: str) -> None:
     config._attn_implementation_internal = name

@@ -150,11 +150,11 @@ class Forward:
                 positions[1:] if len(positions) == 4 else positions
             )  # the first of four counts tokens, for masks
 
-    def prompt_end(self, cache: Any) -> int:
+    def prompt_end(self, cache: Cache) -> int:
         """Return the tokens that a cache will have seen after a prompt in chunks; 0 for other prompts."""
         return self.request.prompt_end if self.request is not None and self.request.is_of(cache) else 0
 
-    def copies(self, cache: Any) -> int:
+    def copies(self, cache: Cache) -> int:
         """Return the number of consecutive rows with the same prompt."""
         return self.request.copies if self.request is not None and self.request.is_of(cache) else 1
 

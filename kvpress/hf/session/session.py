@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from kvpress.cache.store import KVStore
 from kvpress.core.checks import check_finite
@@ -66,7 +67,7 @@ class Session:
         evict: bool = True,
         recorder: Recorder | None = None,
         private: bool = False,
-        tokenizer: Any = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         self.press = get_press(press)
         self.tokenizer = tokenizer
@@ -295,7 +296,7 @@ class Session:
         if call.phase == "decode" and length == 1 and forward.watch is None:
             plan.look_ahead(call)
 
-    def tracker(self, cache: Any) -> SpanTracker:
+    def tracker(self, cache: Cache) -> SpanTracker:
         """Return the span tracker of a cache, which is an observer of its first growing layer."""
         tracker: SpanTracker = cache.layers[cache_place(self.modules[self.growing[0]])].store.observers[SPANS]
         return tracker
@@ -393,7 +394,7 @@ class Session:
                 forward.cache, calls, kwargs.get("input_ids", args[0] if args else None), kwargs.get("position_ids")
             )
 
-    def finish(self, cache: Any, calls: list[LayerCall], ids: Tensor | None, positions: Tensor | None) -> None:
+    def finish(self, cache: Cache, calls: list[LayerCall], ids: Tensor | None, positions: Tensor | None) -> None:
         """Record the ids of a pass, then evict across layers if the press does so at the end of such passes."""
         store, phase = calls[0].store, calls[0].phase
         if TOKENS not in store.observers:
@@ -420,7 +421,7 @@ def session(
     evict: bool = True,
     recorder: Recorder | None = None,
     private: bool = False,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Iterator[Session]:
     """Install `press` on `model` for the length of a `with` block; see `Session`."""
     current = Session(press, model, evict, recorder, private, tokenizer)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvpress import env
 from kvpress.kernels.cpu import build
+from kvpress.kernels.cpu.libraries import BuildError
 from kvpress.kernels.formats.fields import Field, packed
 
 logger = logging.getLogger("kvpress")
@@ -31,7 +32,7 @@ def level() -> str | None:
     """Return the instruction-set level that runs, see `build.best_level`; None, with one warning, if none can be built."""
     try:
         return build.best_level()
-    except build.BuildError as error:
+    except BuildError as error:
         logger.warning(
             "CPU kernels are not available, decoding falls back to plain torch: %s; install a C++ compiler or a wheel that "
             "brings the kernels",

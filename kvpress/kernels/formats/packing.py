@@ -42,7 +42,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     if low := _low_bits(bits):
         return torch.cat([pack(codes & ((1 << low) - 1), low), pack(codes >> low, bits - low)], dim=-1)
     parts = codes.to(torch.uint8).unflatten(-1, (8 // bits, -1)).unbind(-2)
-    packed = parts[0].clone()
+    packed: Tensor = parts[0].clone()
     for p, part in enumerate(parts[1:], start=1):
         packed |= part << (bits * p)
     return packed

@@ -112,7 +112,8 @@ def padded_rank(rank: int) -> int:
 
 def outlier_tiles(channels: int) -> int:
     """Return the number of tiles of `correction.LOW` channels in the outliers of a row."""
-    return padded(channels) // correction.LOW.value
+    tile: int = correction.LOW.value
+    return padded(channels) // tile
 
 
 def launch(
