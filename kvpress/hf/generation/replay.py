@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import update_wrapper
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,12 +21,10 @@ from kvpress.cache.window import Cursor, RealTokens
 from kvpress.hf.cache.layer import PressLayer
 from kvpress.hf.generation.capture import SPARE, GraphRecorder, Outputs, Recorder, Replay
 from kvpress.hf.models import CACHE, arguments_of
+from kvpress.hf.session.base import BaseSession
 from kvpress.hf.session.checks import setting, takes_back
 from kvpress.hf.session.requests import Forward, Request, as_pass, generated_behind, here, leave_inference_mode
 from kvpress.observe.call import LayerCall
-
-if TYPE_CHECKING:
-    from kvpress.hf.session.session import Session
 
 
 @dataclass
@@ -49,7 +47,7 @@ class CapturedForward(threading.local):
     Each thread has its own recordings and cache.
     """
 
-    def __init__(self, session: Session, forward: Callable[..., Any], recorder: Recorder) -> None:
+    def __init__(self, session: BaseSession, forward: Callable[..., Any], recorder: Recorder) -> None:
         update_wrapper(self, forward, updated=())
         self.session = session
         self.forward = forward
@@ -154,7 +152,7 @@ class CapturedForward(threading.local):
         return cursors
 
 
-def check_capture(session: Session) -> None:
+def check_capture(session: BaseSession) -> None:
     """Refuse models and presses whose decode steps cannot be replayed."""
     name, press = type(session.model).__name__, type(session.press).__name__
     kinds = sorted({kind for kind in session.kinds if kind != "full_attention"})

@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,10 +14,8 @@ from transformers.cache_utils import Cache
 
 from kvpress.hf.cache.layer import PressLayer
 from kvpress.hf.models import CACHE, cache_among
+from kvpress.hf.session.base import BaseSession
 from kvpress.hf.session.requests import Forward, Request
-
-if TYPE_CHECKING:
-    from kvpress.hf.session.session import Session
 
 PER_TOKEN = ("input_ids", "inputs_embeds", "position_ids", "per_layer_inputs")
 """Decoder arguments with a token axis: the last axis of ids and positions, the second of the others."""
@@ -34,7 +32,7 @@ def records(cache: Any, request: Request | None) -> bool:
 
 
 def read_in_parts(
-    session: Session, forward: Forward, decode: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    session: BaseSession, forward: Forward, decode: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run the decoder over a pass that must be split; return None if it need not be.
 
@@ -71,7 +69,7 @@ def length_of(arguments: dict[str, Any]) -> int:
 
 
 def without_repeats(
-    session: Session, arguments: dict[str, Any], cache: Cache | None, request: Request | None
+    session: BaseSession, arguments: dict[str, Any], cache: Cache | None, request: Request | None
 ) -> dict[str, Any]:
     """Return the arguments of a pass without the tokens that its cache has seen.
 
@@ -92,7 +90,7 @@ def without_repeats(
     return part_of(session, arguments, slice(seen, ids.shape[1]), ids.shape[1])
 
 
-def _edges(session: Session, cache: Cache, prompt_end: int, seen: int, end: int) -> Iterator[int]:
+def _edges(session: BaseSession, cache: Cache, prompt_end: int, seen: int, end: int) -> Iterator[int]:
     """Yield the ends of the parts of a pass over tokens `seen` to `end`; each part must be read before the next is drawn."""
     while seen < end:
         if seen < max(prompt_end, 1):
@@ -103,7 +101,7 @@ def _edges(session: Session, cache: Cache, prompt_end: int, seen: int, end: int)
         yield seen
 
 
-def _candidates_at_once(session: Session, cache: Cache) -> int | None:
+def _candidates_at_once(session: BaseSession, cache: Cache) -> int | None:
     """Return the draft tokens that can be read before a layer evicts or seals; None for any number."""
     steps = []
     for plan in session.layers.values():
@@ -113,7 +111,7 @@ def _candidates_at_once(session: Session, cache: Cache) -> int | None:
     return min((step for step in steps if step is not None), default=None)
 
 
-def part_of(session: Session, arguments: dict[str, Any], tokens: slice, seen: int) -> dict[str, Any]:
+def part_of(session: BaseSession, arguments: dict[str, Any], tokens: slice, seen: int) -> dict[str, Any]:
     """Return the arguments of a pass over some `tokens`, after which the cache has seen `seen` tokens."""
     selected = dict(arguments)
     for name, value in arguments.items():
@@ -132,7 +130,7 @@ def part_of(session: Session, arguments: dict[str, Any], tokens: slice, seen: in
     return selected
 
 
-def _joined(session: Session, outputs: list[Any]) -> Any:
+def _joined(session: BaseSession, outputs: list[Any]) -> Any:
     """Concatenate the outputs of the parts of a pass."""
     last = outputs[-1]
     unsupported = [name for name, value in dict(last).items() if name not in (*JOINED, CACHE) and value is not None]

@@ -7,18 +7,16 @@ import inspect
 import itertools
 from collections.abc import Callable
 from functools import update_wrapper
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvpress.hf.models import CACHE, arguments_of, new_cache, with_cache
+from kvpress.hf.session.base import BaseSession
 from kvpress.hf.session.candidate_passes import records, without_repeats
 from kvpress.hf.session.checks import check_ids, check_mask, check_padding
 from kvpress.hf.session.requests import Request, here
-
-if TYPE_CHECKING:
-    from kvpress.hf.session.session import Session
 
 PER_TOKEN = ("input_ids", "position_ids", "token_type_ids", "cache_position")
 """Arguments of forward whose last axis is tokens."""
@@ -30,7 +28,7 @@ IMAGES = ("pixel_values", "mm_encoder_outputs")
 class ChunkedForward:
     """Forward of a model that reads prompts in chunks and concatenates the outputs."""
 
-    def __init__(self, session: Session, forward: Callable[..., Any], chunk: int) -> None:
+    def __init__(self, session: BaseSession, forward: Callable[..., Any], chunk: int) -> None:
         update_wrapper(self, forward, updated=())
         self.session, self.forward, self.chunk = session, forward, chunk
         self.names = list(inspect.signature(forward).parameters)

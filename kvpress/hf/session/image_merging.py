@@ -8,23 +8,21 @@ The decoder's input embeddings contain the encoded images. The remaining token k
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvpress.core.dropping import Entering
 from kvpress.hf.models import cache_among
+from kvpress.hf.session.base import BaseSession
 from kvpress.hf.session.requests import Forward
 from kvpress.hf.session.token_dropping import Handed, everything
 from kvpress.observe.pictures import UNKNOWN
 from kvpress.observe.spans import Span, Spans, SpanTracker
 
-if TYPE_CHECKING:
-    from kvpress.hf.session.session import Session
 
-
-def merge_prompt(session: Session, forward: Forward, kwargs: dict[str, Any]) -> dict[str, Any]:
+def merge_prompt(session: BaseSession, forward: Forward, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Merge image tokens in the arguments of the decoder, and set the remaining tokens of the pass.
 
     Returns `kwargs` unchanged without a merge rule, after a first prompt, and without image embeddings.

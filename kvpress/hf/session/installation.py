@@ -10,12 +10,10 @@ the model is restored after the request.
 from __future__ import annotations
 
 import inspect
-import itertools
 import threading
 from collections.abc import Callable
-from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from transformers.configuration_utils import PreTrainedConfig
@@ -29,48 +27,20 @@ from kvpress.hf.cache.layer import stop_recording
 from kvpress.hf.generation.replay import check_captured_generate
 from kvpress.hf.grids import cells_in, grids_among
 from kvpress.hf.models import cache_among, embedder_of
+from kvpress.hf.session.base import BaseSession
 from kvpress.hf.session.checks import check_generate, check_weights, copies_of, is_assistant, setting, takes_back
 from kvpress.hf.session.compiled import run_eagerly
 from kvpress.hf.session.hooks import Hook, Replaced
 from kvpress.hf.session.requests import Forward, Request, here
 from kvpress.hf.session.token_dropping import decoder_layers, hand_on
 
-if TYPE_CHECKING:
-    from kvpress.hf.session.session import Session
-
 _changes = threading.RLock()
 _installed: dict[int, Installation] = {}
 """Installations by the id of each switched configuration (configurations are not hashable)."""
-_entered: ContextVar[tuple[int, ...]] = ContextVar("entered", default=())
-"""Numbers of the blocks that this thread, or asynchronous task, has entered."""
-_numbers = itertools.count()
 _GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 
 
-class Block:
-    """Identity of a `with` block."""
-
-    def __init__(self, private: bool) -> None:
-        self.number = self.group = next(_numbers)
-        """Number of the block, and of the group of blocks with equal effect on a cache."""
-        self.private = private
-        """Whether only the thread that entered the block is served."""
-
-    def enter(self) -> None:
-        """Add the block to those that this thread has entered."""
-        _entered.set((*_entered.get(), self.number))
-
-    def leave(self) -> None:
-        """Remove the block from this thread, which may not be the one that entered it."""
-        _entered.set(tuple(number for number in _entered.get() if number != self.number))
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether this thread has entered the block."""
-        return self.number in _entered.get()
-
-
-def check_free(session: Session) -> None:
+def check_free(session: BaseSession) -> None:
     """Refuse a block inside the block of another press, or on a model that shares its configuration with another.
 
     Raises:
@@ -94,7 +64,7 @@ def check_free(session: Session) -> None:
                 )
 
 
-def install(session: Session) -> Installation:
+def install(session: BaseSession) -> Installation:
     """Open a block on its model, and return the installation that serves it."""
     with _changes:
         check_free(session)
@@ -110,12 +80,12 @@ def is_inside_block(model: Any) -> bool:
         return installation is not None and any(session.block.is_ours for session in installation.sessions)
 
 
-def _shown(session: Session) -> str:
+def _shown(session: BaseSession) -> str:
     text = repr(session.press)
     return (text if len(text) <= 120 else f"{text[:117]}...") + ("" if session.evict else " (reading)")
 
 
-def _alike(first: Session, second: Session) -> bool:
+def _alike(first: BaseSession, second: BaseSession) -> bool:
     """Whether two sessions have the same effect on every cache."""
     return (
         first.evict == second.evict
@@ -152,11 +122,11 @@ def same(first: Any, second: Any) -> bool:
 class Installation:
     """Hooks and replaced methods of one model, and the sessions of the blocks that are open on it."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: BaseSession) -> None:
         self.model: PreTrainedModel = session.model
         self.decoder: nn.Module = session.decoder
         self.modules = session.modules
-        self.sessions: list[Session] = []
+        self.sessions: list[BaseSession] = []
         self.running = 0
         """Calls that run now, in any thread; the hooks stay until they end."""
         self.forward: Replaced | None = None
@@ -167,7 +137,7 @@ class Installation:
 
     # -- blocks ----------------------------------------------------------------------------------------------
 
-    def open(self, session: Session) -> None:
+    def open(self, session: BaseSession) -> None:
         """Add a block, and install the hooks that it needs and the model lacks."""
         try:
             if not self._undo:
@@ -193,14 +163,14 @@ class Installation:
             self._restore()
             raise
 
-    def close(self, session: Session) -> None:
+    def close(self, session: BaseSession) -> None:
         """Remove a block. After the last block, the model is restored as soon as no call runs."""
         with _changes:
             session.block.leave()
             self.sessions.remove(session)
             self._restore()
 
-    def _install(self, session: Session) -> None:
+    def _install(self, session: BaseSession) -> None:
         if not self.modules:
             return  # an identity press on a model without a compressible cache
         register()
@@ -260,7 +230,7 @@ class Installation:
 
     # -- calls -----------------------------------------------------------------------------------------------
 
-    def _begin(self) -> tuple[Session | None, bool]:
+    def _begin(self) -> tuple[BaseSession | None, bool]:
         """Count a call; return its session, and whether the session's block owns the cache of the call.
 
         Raises:
@@ -271,7 +241,7 @@ class Installation:
             self.running += 1
             return session, owns_cache
 
-    def _serving(self) -> tuple[Session | None, bool]:
+    def _serving(self) -> tuple[BaseSession | None, bool]:
         """Return the innermost block that this thread has entered, else a public one; public blocks must have equal presses."""
         entered = [session for session in self.sessions if session.block.is_ours]
         if entered:
@@ -371,7 +341,7 @@ def _recording(request: Request, generate: Callable[[], Any]) -> Any:
         stop_recording(layer for layer in getattr(request.cache, "layers", ()) if id(layer) not in recorded)
 
 
-def _stand_in(session: Session | None, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _stand_in(session: BaseSession | None, forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return the session's replacement of a model's `forward`, or `forward` itself."""
     replacement = None if session is None else session.chunked or session.captured
     return forward if replacement is None else replacement

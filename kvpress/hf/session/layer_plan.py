@@ -8,11 +8,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from kvpress.cache.attention import group_queries
 from kvpress.core.recipe import Recipe
 from kvpress.core.selector import Selector
-from kvpress.hf.attention.functions import asked
-from kvpress.hf.cache.layer import PressLayer
 from kvpress.hf.models import cache_place
 
 if TYPE_CHECKING:
@@ -51,12 +48,3 @@ class LayerPlan:
     def reader(self, call: LayerCall) -> Reader | None:
         """Return the selector's reader of sealed pairs for a decode step; None reads all pairs."""
         return None if self.selector is None else partial(self.selector.attend, call)
-
-    def look_ahead(self, call: LayerCall) -> None:
-        """Prefetch pairs for the next layer's selector, with queries computed from this layer's input."""
-        if self.following is None or self.following.selector is None:
-            return
-        layer = call.cache.layers[self.following.cache_index]
-        if isinstance(layer, PressLayer) and layer.store is not None:
-            queries = asked(self.following.module, call.hidden_states, call.kwargs).queries
-            self.following.selector.prefetch(layer.store, group_queries(queries, layer.store.heads))

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +23,10 @@ from kvpress.cache.storage import moved
 from kvpress.cache.window import RealTokens
 from kvpress.hf.cache.layer import PressLayer
 from kvpress.hf.models import cache_place
+from kvpress.hf.session.base import BaseSession
 from kvpress.hf.session.checks import wants_weights
 from kvpress.observe.call import Cells, LayerCall
 from kvpress.observe.passes import Watch
-
-if TYPE_CHECKING:
-    from kvpress.hf.session.session import Session
 
 reading: dict[int, Forward] = {}
 """Running passes by the id of the cache that they read."""
@@ -40,7 +38,7 @@ class Request:
 
     model: Any
     """Model that is called."""
-    session: Session | None
+    session: BaseSession | None
     """Session that serves the call; None without a press."""
     owns_cache: bool = True
     """Whether the session may record the cache as its own; False if several blocks could own it."""
@@ -81,7 +79,7 @@ def generated_behind(mask: Tensor, request: Request | None, cache: Any) -> RealT
 class Forward:
     """A forward pass of the decoder under a press."""
 
-    session: Session
+    session: BaseSession
     """Session that the pass belongs to."""
     request: Request | None = None
     """Call of `generate` that the pass belongs to; None outside `generate`."""
@@ -123,7 +121,7 @@ class Forward:
     """Name of the thread that runs the pass."""
 
     @classmethod
-    def of(cls, session: Session | None, request: Request | None, owns_cache: bool) -> Forward | None:
+    def of(cls, session: BaseSession | None, request: Request | None, owns_cache: bool) -> Forward | None:
         """Return a new pass of a session, or None without a session."""
         ids, cells = here.given, here.cells
         here.given = here.cells = None

@@ -3,24 +3,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvpress.hf.cache.layer import PressLayer
 from kvpress.hf.models import with_cache
+from kvpress.hf.session.base import BaseSession
 from kvpress.hf.session.requests import Forward, as_pass
 from kvpress.observe.passes import Pass, Watch
-
-if TYPE_CHECKING:
-    from kvpress.hf.session.session import Session
 
 
 class DecoderReader:
     """Decoder of a session, for presses that act on whole passes; see `kvpress.observe.passes.Pass`."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: BaseSession) -> None:
         self.session = session
         self.model = session.model
 

@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from kvpress.cache.attention import group_queries
 from kvpress.cache.store import KVStore
 from kvpress.core.checks import check_finite
 from kvpress.core.effect import warn_if_idle
@@ -24,20 +25,21 @@ from kvpress.core.press import BasePress, parts_of, remember
 from kvpress.core.recipe import Recipe
 from kvpress.core.spec import get_press
 from kvpress.hf.attention import self_caching
-from kvpress.hf.attention.functions import NAME, rotates
+from kvpress.hf.attention.functions import NAME, asked, rotates
 from kvpress.hf.cache.adoption import adopt_layer, check_adopted
-from kvpress.hf.cache.layer import hold_window_alone
+from kvpress.hf.cache.layer import PressLayer, hold_window_alone
 from kvpress.hf.generation.capture import Recorder
 from kvpress.hf.generation.replay import CapturedForward, check_capture, graph_recorder
 from kvpress.hf.models import attention_modules, cache_among, cache_place, cached_layers, decoder_of, facts_of
 from kvpress.hf.positions import reach, warn_past_positions
 from kvpress.hf.session import token_dropping
+from kvpress.hf.session.base import BaseSession, OpenBlock
 from kvpress.hf.session.candidate_passes import read_in_parts
 from kvpress.hf.session.checks import check_forward, check_model
 from kvpress.hf.session.chunked_prefill import ChunkedForward
 from kvpress.hf.session.compiled import original
 from kvpress.hf.session.image_merging import merge_prompt
-from kvpress.hf.session.installation import Block, Installation, check_free, install
+from kvpress.hf.session.installation import Installation, check_free, install
 from kvpress.hf.session.layer_plan import LayerPlan
 from kvpress.hf.session.requests import Forward, here
 from kvpress.hf.session.rereading import DecoderReader
@@ -46,7 +48,7 @@ from kvpress.observe.passes import TOKENS, Pass, ReadTokens, Watch
 from kvpress.observe.spans import SPANS, SpanTracker
 
 
-class Session:
+class Session(BaseSession):
     """Configuration of one press on one model, for the length of a `with` block.
 
     The state of a pass is in its `Forward`; the session keeps only the last cache.
@@ -74,7 +76,7 @@ class Session:
         self.given, model = model, original(model)
         self.model = model
         self.evict = evict
-        self.block = Block(private)
+        self.block = OpenBlock(private)
         self.recipe = Recipe()
         self.executor = Executor(self.recipe)
         self.shares_caches = False
@@ -294,7 +296,7 @@ class Session:
         call.count(length)
         layer.call = forward.call = call
         if call.phase == "decode" and length == 1 and forward.watch is None:
-            plan.look_ahead(call)
+            _prefetch(plan, call)
 
     def tracker(self, cache: Cache) -> SpanTracker:
         """Return the span tracker of a cache, which is an observer of its first growing layer."""
@@ -443,3 +445,14 @@ def reading(model: Any, press: BasePress | str | None = None, capture: bool = Fa
     recorder = graph_recorder(model) if capture else None
     with session(BasePress() if press is None else press, model, evict=False, recorder=recorder) as current:
         yield current
+
+
+def _prefetch(plan: LayerPlan, call: LayerCall) -> None:
+    """Prefetch pairs for the selector of the next layer, with queries computed from the input of this one."""
+    following = plan.following
+    if following is None or following.selector is None:
+        return
+    layer = call.cache.layers[following.cache_index]
+    if isinstance(layer, PressLayer) and layer.store is not None:
+        queries = asked(following.module, call.hidden_states, call.kwargs).queries
+        following.selector.prefetch(layer.store, group_queries(queries, layer.store.heads))

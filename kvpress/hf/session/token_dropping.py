@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,11 @@ from kvpress.core.protection import warn_of_absent
 from kvpress.core.recipe import Recipe
 from kvpress.hf.attention.functions import PressMask
 from kvpress.hf.models import cache_among, cache_place
+from kvpress.hf.session.base import BaseSession
 from kvpress.hf.session.candidate_passes import length_of
 from kvpress.hf.session.requests import Forward, here
 from kvpress.observe.call import LayerCall
 from kvpress.observe.spans import SPANS, Span, Spans, spans_in
-
-if TYPE_CHECKING:
-    from kvpress.hf.session.session import Session
 
 
 @dataclass(eq=False)
@@ -118,7 +116,7 @@ def decoder_layers(model: nn.Module, modules: Sequence[nn.Module]) -> list[nn.Mo
     return [model.get_submodule(names[id(module)].rpartition(".")[0]) for module in modules]
 
 
-def check_model(session: Session, recipe: Recipe) -> None:
+def check_model(session: BaseSession, recipe: Recipe) -> None:
     """Refuse models with layers that cannot process fewer tokens than earlier layers.
 
     Raises:
@@ -159,7 +157,7 @@ def check_model(session: Session, recipe: Recipe) -> None:
         )
 
 
-def check_pass(session: Session, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def check_pass(session: BaseSession, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse a pass over a first prompt that does not allow dropping tokens."""
     dropping, cache = session.recipe.dropping, cache_among((*kwargs.values(), *args))
     if dropping is None or not session.evict or (cache is not None and cache.get_seq_length()):
@@ -179,7 +177,7 @@ def check_pass(session: Session, forward: Forward, args: tuple[Any, ...], kwargs
         )
 
 
-def after_layer(session: Session, forward: Forward, call: LayerCall) -> None:
+def after_layer(session: BaseSession, forward: Forward, call: LayerCall) -> None:
     """Choose the tokens for the next layers, and store the pairs of a layer at their slots in the whole prompt."""
     dropping = session.recipe.dropping
     if dropping is None or call.tokens.seen_before or not session.evict or call.store is None:
@@ -246,7 +244,7 @@ def _put(call: LayerCall, handed: Handed) -> None:
         store.observers[SPANS].end = handed.length
 
 
-def cut_back(session: Session, forward: Forward, call: LayerCall) -> None:
+def cut_back(session: BaseSession, forward: Forward, call: LayerCall) -> None:
     """After the last dropping layer, evict from all dropping layers the pairs of tokens that any of them dropped."""
     dropping, handed = session.recipe.dropping, forward.handed
     if (
