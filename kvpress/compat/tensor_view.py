@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build a layer call from plain tensors, for direct calls of a press's `score` or `compress`."""
+"""Build a view of plain tensors, for direct calls of `score`, `compress` and helpers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvpress.observe.observer import Wanted
 from kvpress.observe.view import View, view_groups
 
 
-def view_by_hand(
+def view_of_tensors(
     wants: Sequence[Wanted],
     module: nn.Module | None,
     hidden_states: Tensor | None,
