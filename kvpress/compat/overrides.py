@@ -45,7 +45,7 @@ def adapt(kind: type[Any]) -> None:
 
 
 def is_overridden(kind: type, name: str) -> bool:
-    """Whether a class has its own version of a method of `BasePress`."""
+    """Whether a method of a press is defined by a base class, and again by a class derived from that one."""
     return sum(name in vars(base) for base in kind.__mro__) > 1
 
 
