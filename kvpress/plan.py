@@ -184,10 +184,10 @@ def _fill(stream: PlannedStream, recipe: Recipe, context: int, generated: int) -
     kept = recipe.kept(context)
     stream.read(context, kept)
     for step in recipe.acting("decode"):
-        since = generated % (step.schedule.every or 1)
-        stream.generate(generated - since)
-        if generated > since:
-            seen, target = context + generated - since, step.schedule.target or step.amount
+        remainder = generated % (step.schedule.every or 1)
+        stream.generate(generated - remainder)
+        if generated > remainder:
+            seen, target = context + generated - remainder, step.schedule.target or step.amount
             stream.evict(kept if step.schedule.target is None and target.budget is None else target.of(seen))
-        generated = since
+        generated = remainder
     stream.generate(generated)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field, make_dataclass
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from transformers import DynamicCache
 import kvpress
 import kvpress.presses
 from kvpress import BasePress, DecodingPress, KnormPress, ScorerPress
-from kvpress.core.aliases import MODULES
+from kvpress.compat.aliases import MODULES
 from kvpress.utils import (
     extract_keys_and_values,
     get_prerope_key_states,
@@ -210,6 +210,17 @@ def test_constructors_have_the_order_and_the_defaults_of_the_peer(name: str) -> 
     assert kind(*values) == kind(**dict(arguments)) == kind(**required)
     for argument, value in arguments:
         assert argument == "compression_ratio" or getattr(kind(*values), argument) == value
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_fields_of_the_peer_may_be_declared_again_and_assigned(name: str) -> None:
+    """Names of this library are refused in subclasses; the peer's own must not be."""
+    base, arguments = getattr(kvpress, name), dict(SIGNATURES[name])
+    fields = [(argument, Any, field(default=value)) for argument, value in arguments.items() if "press" not in argument]
+    assert make_dataclass("Derived", [("added", int, 3), *fields], bases=(base,)).added == 3
+    press = base(**arguments)
+    for argument, value in arguments.items():
+        setattr(press, argument, value)
 
 
 def test_attributes_that_its_evaluation_sets() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helper methods of presses of NVIDIA kvpress: each computes the right result, and an override is called."""
+"""Helper methods that presses of NVIDIA kvpress have: each is right when it is called, and refused when it is overridden."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 import kvpress
 from kvpress import DecodingPress, KnormPress, SnapKVPress
+from kvpress.compat import helpers, methods
 from tests.caches import generate, pairs, positions, prefill
 from tests.models import padded_batch, tiny_model, tokens
 from tests.test_overrides import arguments
@@ -43,97 +44,109 @@ def real(model: Any) -> tuple[Any, dict[str, Any]]:
     return module, {**caught, "hidden_states": hidden, "keys": keys, "values": values}
 
 
-OVERRIDES = {
-    "compute_window_attention": (SnapKVPress, {"window_size": 4}),
-    "get_layer_budget": (kvpress.PyramidKVPress, {"window_size": 4, "beta": 4}),
-    "get_query_statistics": (kvpress.ExpectedAttentionPress, {}),
-    "apply_avg_rope": (kvpress.ExpectedAttentionPress, {}),
-    "compute_leverage_scores": (kvpress.LeverageScorePress, {"sketch_dimension": 16}),
+HELPERS = {
+    "compute_window_attention": SnapKVPress,
+    "get_layer_budget": kvpress.PyramidKVPress,
+    "get_query_statistics": kvpress.ExpectedAttentionPress,
+    "apply_avg_rope": kvpress.ExpectedAttentionPress,
+    "compute_leverage_scores": kvpress.LeverageScorePress,
+    "is_lazy": kvpress.SimLayerKVPress,
+    "rerotate_keys": kvpress.KeyRerotationPress,
+    "vwl1norm": kvpress.CriticalKVPress,
+    "load_attention_pattern": kvpress.DuoAttentionPress,
 }
+SCORE_HELPERS = [name for name in HELPERS if hasattr(HELPERS[name], "score") and name != "get_layer_budget"]
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
-@pytest.mark.parametrize("name", OVERRIDES)
-def test_an_override_that_answers_as_its_base_changes_nothing(name: str, padded: bool) -> None:
-    """The helper is called with all that it needs, inside wrappers too."""
-    model, (base, settings) = tiny_model("qwen3"), OVERRIDES[name]
-    ids, mask = padded_batch([LENGTH, 31]) if padded else (tokens(2, LENGTH), None)
-    kind, calls = overriding(base, name)
-    for wrap in (lambda press: press, lambda press: kvpress.ChunkKVPress(press, 4)):
-        calls.clear()
-        kept = positions(prefill(model, wrap(kind(0.5, **settings)), ids, mask))
-        assert calls
-        assert kept == positions(prefill(model, wrap(base(0.5, **settings)), ids, mask))
+def test_each_helper_can_be_called_on_its_class_and_on_classes_derived_from_it() -> None:
+    for name, base in HELPERS.items():
+        helper = getattr(base, name)
+        assert helper is getattr(helpers, name)
+        assert getattr(type("Derived", (base,), {}), name) is helper
+    attached = {helper.name for group in methods.HELPERS.values() for helper in group} - {"score"}
+    assert attached == set(HELPERS)
+    assert kvpress.PyramidKVPress.compute_window_attention is SnapKVPress.compute_window_attention
+    press = kvpress.PyramidKVPress(0.5)
+    assert press.get_layer_budget.__self__ is press
+
+
+@pytest.mark.parametrize("name", HELPERS)
+def test_an_override_of_a_helper_is_refused(name: str) -> None:
+    """A press never calls the helper, so that an override would have no effect."""
+    base = HELPERS[name]
+    fix = "'score' or 'scores' or 'compress'" if name in SCORE_HELPERS else "'compress'"
+    message = rf"Own{base.__name__} overrides '{name}', which {base.__name__} has.*never calls here: override {fix}"
+    with pytest.raises(TypeError, match=message):
+        overriding(base, name)
+    mixin = type(f"Own{base.__name__}", (), {name: lambda *args: None})
+    with pytest.raises(TypeError, match=message):
+        type("Mixed", (mixin, base), {})
+    type(base.__name__, (kvpress.BasePress,), {name: lambda *args: None})
+
+
+@pytest.mark.parametrize("name", HELPERS)
+def test_a_class_with_its_own_score_or_compress_may_define_the_helpers_that_it_calls(name: str) -> None:
+    base = HELPERS[name]
+    body = {name: staticmethod(lambda: 3), "compress": lambda self, *args: getattr(self, name)()}
+    kind = type("Own", (base,), body)
+    assert getattr(kind, name)() == 3
+    with pytest.raises(TypeError, match=rf"Own overrides '{name}'.*also not in its 'compress'"):
+        kvpress.BasePress.compress(object.__new__(kind), None, None, None, None, None, {})
+    type("Derived", (kind,), {})
+    body = {name: staticmethod(lambda: 3), "score": lambda self, *args: getattr(self, name)()}
+    if name not in SCORE_HELPERS:
+        with pytest.raises(TypeError, match=rf"Own overrides '{name}'"):
+            type("Own", (base,), body)
+        return
+    kind = type("Own", (base,), body)
+    assert object.__new__(kind).score() == 3
+    with pytest.raises(TypeError, match=rf"Own overrides '{name}'.*also not in its 'score'"):
+        base.score(object.__new__(kind), None, None, None, None, None, {})
 
 
 def test_overrides_decide() -> None:
     model, ids = tiny_model("llama"), tokens(1, LENGTH)
-
-    def first(module: Any, hidden: Tensor, keys: Tensor, window: int, embeddings: Any) -> Tensor:
-        weights = torch.zeros(len(keys), 4, window, keys.shape[2] - window)
-        weights[..., :16] = 1.0
-        return weights
-
-    kind, _ = overriding(SnapKVPress, "compute_window_attention", first)
-    kept = positions(prefill(model, kind(0.5, window_size=4, kernel_size=1), ids))
-    assert kept == [[[[*range(16), *range(36, 40)]] * 2]] * 3
-    for press in (kvpress.AdaKVPress(kind(0.5, window_size=4)), DecodingPress(kind(window_size=4), 4, 20)):
-        with press(model) as session:
-            generate(model, ids)
-        assert session.cache.get_seq_length() == LENGTH + 7
-    kind, _ = overriding(kvpress.PyramidKVPress, "get_layer_budget", lambda press, module, n: 10 + module.layer_idx)
-    assert [len(row[0]) for (row,) in positions(prefill(model, kind(0.5, window_size=4), ids))] == [10, 11, 12]
-    kind, _ = overriding(kvpress.SimLayerKVPress, "is_lazy", lambda press, module, *others: module.layer_idx == 1)
-    cache = prefill(model, kind(0.9, n_recent=8, n_initial=2), ids)
-    assert [len(row[0]) for (row,) in positions(cache)] == [40, 10, 40]
-    kind, _ = overriding(kvpress.LeverageScorePress, "compute_leverage_scores", lambda keys, size: -keys.norm(dim=-1))
-    assert positions(prefill(model, kind(0.5), ids)) == positions(prefill(model, KnormPress(0.5), ids))
-    kind, _ = overriding(kvpress.CriticalKVPress, "vwl1norm", lambda values, module: torch.ones(values.shape[:3]))
-    press = kind(KnormPress(0.5), first_stage_ratio=0.0)
-    assert positions(prefill(model, press, ids)) == positions(prefill(model, KnormPress(0.5), ids))
     kind, calls = overriding(kvpress.CriticalKVPress, "score")
     inner = SnapKVPress(0.5, window_size=4)
     assert positions(prefill(model, kind(inner), ids)) == positions(prefill(model, kvpress.CriticalKVPress(inner), ids))
     assert len(calls) == 3
-    kind, _ = overriding(
-        kvpress.DuoAttentionPress, "load_attention_pattern", lambda model: (2, 6, [[0.1, 0.9], [0.9, 0.1], [0.8, 0.7]])
-    )
-    cache = prefill(model, kind(0.34), ids)
-    assert [[len(head) for head in row] for (row,) in positions(cache)] == [[8, 40], [40, 8], [40, 40]]
+    kind, calls = overriding(kvpress.CriticalKVPress, "score", lambda press, *arguments: -arguments[2].norm(dim=-1))
+    assert positions(prefill(model, kind(inner), ids)) == positions(prefill(model, KnormPress(0.5), ids))
 
 
-class NumberedFromZero(kvpress.KeyRerotationPress):
-    """Rotates keys by the difference of index and position, as NVIDIA kvpress does."""
+def test_a_recipe_and_a_compress_of_a_users_class_are_refused_together() -> None:
+    class Compressing(KnormPress):
+        def compress(
+            self, module: Any, hidden_states: Any, keys: Any, values: Any, attentions: Any, kwargs: Any
+        ) -> Any:
+            return keys, values
 
-    @staticmethod
-    def rerotate_keys(module: Any, indices: Tensor, keys: Tensor) -> Tensor:
-        moved = torch.arange(indices.shape[2]) - indices
-        chosen = keys.gather(2, indices[..., None].expand(-1, -1, -1, keys.shape[3]))
-        angles = moved[..., None] * module.rotary_emb.inv_freq
-        cos, sin = (torch.cat([part, part], dim=-1) for part in (angles.cos(), angles.sin()))
-        half = chosen.shape[3] // 2
-        return chosen * cos + torch.cat([-chosen[..., half:], chosen[..., :half]], dim=-1) * sin
+    for base, body in ((Compressing, {}), (KnormPress, {"forward_hook": Compressing.compress})):
+        with pytest.raises(TypeError, match="Both has its own `recipe`, which alone decides"):
+            type("Both", (base,), {**body, "recipe": lambda self, model=None: KnormPress.recipe(self, model)})
 
 
-@pytest.mark.parametrize("inner", [KnormPress(0.5), kvpress.AdaKVPress(KnormPress(0.5))], ids=["even", "ragged"])
-def test_keys_that_a_user_turns_are_where_ours_are(inner: Any) -> None:
-    """Keys numbered from 0 keep their distances, after an eviction and after the next one."""
-    model, (ids, mask) = tiny_model("llama"), padded_batch([LENGTH, 31])
-    outcomes = []
-    for kind in (kvpress.KeyRerotationPress, NumberedFromZero):
-        cache = prefill(model, kind(inner), ids, mask)
-        with kind(inner)(model):
-            grown = torch.cat([mask, torch.ones(2, 20)], dim=1).long()
-            at = (grown.cumsum(dim=1) - 1).clamp_min(0)[:, -20:]
-            logits = model(tokens(2, 20, seed=3), attention_mask=grown, position_ids=at, past_key_values=cache).logits
-        outcomes.append(
-            (positions(cache), logits, [part for layer in cache.layers for part in (layer.store.dense.keys,)])
-        )
-    (ours, logits, keys), (theirs, logits_of_theirs, turned) = outcomes
-    assert ours == theirs
-    torch.testing.assert_close(logits, logits_of_theirs, atol=1e-4, rtol=1e-4)
-    for ours_key, theirs_key in zip(keys, turned, strict=True):
-        torch.testing.assert_close(ours_key, theirs_key, atol=1e-4, rtol=1e-4)
+def numbered_from_zero(module: Any, indices: Tensor, keys: Tensor) -> Tensor:
+    """Rotate keys by the difference of their rank and their index, as NVIDIA kvpress does."""
+    moved = torch.arange(indices.shape[2]) - indices
+    chosen = keys.gather(2, indices[..., None].expand(-1, -1, -1, keys.shape[3]))
+    angles = moved[..., None] * module.rotary_emb.inv_freq
+    cos, sin = (torch.cat([part, part], dim=-1) for part in (angles.cos(), angles.sin()))
+    half = chosen.shape[3] // 2
+    return chosen * cos + torch.cat([-chosen[..., half:], chosen[..., :half]], dim=-1) * sin
+
+
+def test_rerotated_keys_are_those_of_the_peer() -> None:
+    model = tiny_model("llama")
+    module, inputs = real(model)
+    indices = inputs["keys"].norm(dim=-1).topk(20).indices.sort().values
+    module.rotary_emb = model.model.rotary_emb
+    try:
+        rotated = kvpress.KeyRerotationPress.rerotate_keys(module, indices, inputs["keys"])
+        expected = numbered_from_zero(module, indices, inputs["keys"])
+    finally:
+        del module.rotary_emb
+    torch.testing.assert_close(rotated, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_rerotated_keys_are_those_of_a_prompt_of_the_kept_tokens() -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -98,7 +99,7 @@ def imports(path: Path) -> set[str]:
 
 RANKS = (
     "env", "signals", "counts", "kernels", "cache", "observe", "core", "presses", "quant", "sparse",
-    "calibrate", "hf", "diffusion", "speculation", "utils", "pipeline", "plan", "terminal", "cli",
+    "calibrate", "hf", "diffusion", "speculation", "compat", "attention_patch", "utils", "pipeline", "plan", "terminal", "cli",
 )  # fmt: skip
 """Rooms of the library, lowest first: a module imports its own room and the rooms before it."""
 
@@ -138,6 +139,18 @@ def test_every_arrow_runs_down() -> None:
         if module:
             up = {target for target in targets if rank(target) > rank(module)}
             assert not up, f"{module} knows {sorted(up)}, which lie above it"
+
+
+def test_one_module_below_the_support_for_peers_programs_refers_to_it() -> None:
+    """Imports by name in functions count, which are no arrows."""
+    below = [path for path in SOURCES if name_of(path) and rank(name_of(path)) < RANKS.index("compat")]
+    referring = [
+        name_of(path)
+        for path in below
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and re.fullmatch(r"kvpress\.compat(\.\w+)*", str(node.value))
+    ]
+    assert referring == ["core.adapter"]
 
 
 def test_no_modules_import_each_other() -> None:

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -189,61 +190,84 @@ def test_bad_masked_key_indices() -> None:
 
 # -- attributes --------------------------------------------------------------------------------------------------
 
-NAMES = (
-    "scores",
-    "keep",
-    "kept",
-    "moved",
-    "protected",
-    "wants",
-    "amount",
-    "allocator",
-    "schedule",
-    "last_cache",
-    "ranks",
-)
+RESERVED = ("scores", "protected", "wants", "amount", "allocator", "schedule", "last_cache", "recipe")
+"""Properties and methods by which presses are run."""
 
 
 class Collecting(KnormPress):
-    """Uses names of this library for attributes of its own."""
+    """Stores data under names that this library does not use."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in NAMES:
+        for name in ("keep", "kept", "moved", "ranks", "collected"):
             setattr(self, name, [])
 
     def score(self, module: Any, hidden_states: Any, keys: Any, values: Any, attentions: Any, kwargs: Any) -> Tensor:
         scores = super().score(module, hidden_states, keys, values, attentions, kwargs)
-        self.scores.append(scores)
+        self.collected.append(scores)
         return scores
 
 
 @dataclass
 class Fields(ByValue):
     budget: int = 512
-    protected: int = 15
-    schedule: str = "cosine"
-    scores: list = field(default_factory=list)
+    window: int = 15
     kept: int = 3
 
 
-class Quiet(SnapKVPress):
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.scores = None
+class Halves(ByValue):
+    """Has an attribute `budget` that is not a field."""
+
+    budget = 3
 
 
-def test_attributes_may_have_any_name() -> None:
+def test_attributes_may_have_other_names() -> None:
     model, ids = tiny_model("llama"), tokens(2, 20)
     press = Collecting(0.5)
     assert positions(prefill(model, press, ids)) == positions(prefill(model, KnormPress(0.5), ids))
-    assert len(press.scores) == 3
-    assert press.protected == []
+    assert len(press.collected) == 3
     fields = Fields(0.5, 100, 16)
-    assert (fields.budget, fields.protected) == (100, 16)
+    assert (fields.budget, fields.window) == (100, 16)
     assert positions(prefill(model, fields, ids)) == loudest(model, ids, 10)
-    quiet = Quiet(0.5, window_size=4)
-    assert positions(prefill(model, quiet, ids)) == positions(prefill(model, SnapKVPress(0.5, window_size=4), ids))
+    assert positions(prefill(model, Halves(0.5), ids)) == loudest(model, ids, 10)
+
+
+@pytest.mark.parametrize("name", RESERVED)
+def test_attributes_with_names_of_ours_are_refused_when_they_are_set(name: str) -> None:
+    class Assigning(KnormPress):
+        def __post_init__(self) -> None:
+            setattr(self, name, [])
+
+    kind = "method" if name in ("scores", "recipe") else "read-only property"
+    message = rf"'{name}' of Assigning is a {kind} of \w+: give the attribute another name, or override the "
+    with pytest.raises(AttributeError, match=message):
+        Assigning(0.5)
+
+
+@pytest.mark.parametrize("name", RESERVED)
+def test_fields_and_class_attributes_with_names_of_ours_are_refused_with_the_class(name: str) -> None:
+    message = rf"'{name}' of Fielded is a .* of \w+: give the attribute another name"
+    for body in ({"__annotations__": {name: "list"}}, {"__annotations__": {name: "int"}, name: 15}, {name: "cosine"}):
+        with pytest.raises(TypeError, match=message):
+            type("Fielded", (ByValue,), body)
+    wrong_kind = property(lambda press: None) if name in ("scores", "recipe") else (lambda press: None)
+    with pytest.raises(TypeError, match=message):
+        type("Fielded", (ByValue,), {name: wrong_kind})
+
+
+def test_a_method_may_be_overridden_by_any_kind_of_method() -> None:
+    class Plain(ByValue):
+        recipe = functools.partialmethod(ScorerPress.recipe)
+
+        @classmethod
+        def validate(cls) -> None:
+            pass
+
+        @staticmethod
+        def after_block() -> None:
+            pass
+
+    assert pairs(prefill(tiny_model("llama"), Plain(0.5), tokens(1, 20))) == {10}
 
 
 def test_a_budget_of_ours_still_counts_in_a_users_class() -> None:

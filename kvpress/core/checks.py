@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from types import UnionType
@@ -102,6 +104,61 @@ def allowed(settings: type) -> dict[str, tuple[Any, ...]]:
         choices = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         alternatives[name] = tuple(c.__metadata__[0] if get_origin(c) is Annotated else c for c in choices)
     return alternatives
+
+
+def is_ours(kind: type) -> bool:
+    """Whether a class is defined in this library."""
+    return kind.__module__.split(".")[0] == "kvpress"
+
+
+def check_attributes(kind: type) -> None:
+    """Check that no attribute of a class hides a read-only property or a method of this library.
+
+    Properties may be overridden by properties, and methods by methods.
+
+    Raises:
+        TypeError: an attribute or a field has such a name.
+    """
+    for name in {*vars(kind), *inspect.get_annotations(kind)}:
+        base = _reserving(kind.__mro__[1:], name)
+        if base is None:
+            continue
+        attribute = vars(kind).get(name)
+        if isinstance(vars(base)[name], property):
+            is_override = hasattr(attribute, "__get__") and not inspect.isfunction(attribute)
+        else:
+            is_override = inspect.isroutine(attribute) or callable(attribute)
+        if not is_override:
+            raise TypeError(_hidden(kind, base, name))
+
+
+def check_assignment(press: Any, name: str) -> None:
+    """Check that an attribute that is assigned to a press hides no read-only property or method of this library.
+
+    Raises:
+        AttributeError: it has such a name.
+    """
+    base = _reserving(type(press).__mro__, name)
+    if base is not None:
+        raise AttributeError(_hidden(type(press), base, name))
+
+
+def _reserving(bases: Sequence[type], name: str) -> type | None:
+    """Return the class of this library that `bases` inherit a read-only property or method from; None without one."""
+    base = next((base for base in bases if name in vars(base)), None)
+    if base is None or not is_ours(base):
+        return None
+    attribute = vars(base)[name]
+    is_reserved = attribute.fset is None if isinstance(attribute, property) else inspect.isroutine(attribute)
+    return base if is_reserved else None
+
+
+def _hidden(kind: type, base: type, name: str) -> str:
+    noun = "read-only property" if isinstance(vars(base)[name], property) else "method"
+    return (
+        f"{name!r} of {kind.__name__} is a {noun} of {base.__name__}: give the attribute another name, or override the "
+        f"{noun.split()[-1]} in the class"
+    )
 
 
 def check_finite(keys: Tensor, values: Tensor, layer: int, source: str = "") -> None:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from kvpress.cache.attention import Logits
 from kvpress.core.model import ModelFacts
-from kvpress.observe.view import View
 
 HOST = "kvpress.hf.host"
 """Module that implements `Host`."""
@@ -47,9 +46,6 @@ class Host(Protocol):
 
     def open_press(self, press: Any, model: Any, capture: bool) -> AbstractContextManager[Any]:
         """Return a context manager that compresses the caches of `model`."""
-
-    def view_by_hand(self, wants: Any, module: Any, hidden_states: Any, keys: Any, values: Any, kwargs: Any) -> View:
-        """Return a view of keys and values without a cache; observers in `wants` read the other arguments."""
 
     def attending(self, model: Any, attend: Callable[[Asked], Tensor | None]) -> AbstractContextManager[None]:
         """Replace the attention of a model by `attend`, which returns `[B, Hq, n, Dv]`, or None to run the original."""

@@ -10,28 +10,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from kvpress.cache.report import memory_report
+from kvpress.core.adapter import adapter
 from kvpress.core.amount import Amount, Schedule
-from kvpress.core.by_hand import compress, view_by_hand
-from kvpress.core.checks import Count, Ratio, allowed, check_fields
+from kvpress.core.checks import Count, Ratio, allowed, check_assignment, check_attributes, check_fields
 from kvpress.core.compose import merge
 from kvpress.core.executor import FOLLOW
-from kvpress.core.helpers import overrides_helper_of_hidden_states
 from kvpress.core.host import host
 from kvpress.core.model import ModelFacts
-from kvpress.core.overrides import (
-    ScoredByArguments,
-    adapt,
-    described,
-    described_recipe,
-    method,
-    overrides_score,
-    own_budget,
-)
 from kvpress.core.recipe import Allocator, Eviction, Recipe
 from kvpress.core.registry import find
 from kvpress.core.scoring import ByScore, Scored, Scorer
@@ -49,7 +39,14 @@ class BasePress:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        adapt(cls)
+        check_attributes(cls)
+        adapter().adapt(cls)
+
+    if not TYPE_CHECKING:  # type checkers would allow any attribute
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            check_assignment(self, name)
+            super().__setattr__(name, value)
 
     def __post_init__(self) -> None:
         self.validate()
@@ -95,6 +92,10 @@ class BasePress:
         """
         return Recipe()
 
+    def with_user_score(self, step: Eviction) -> Eviction:
+        """Return an eviction of the press, with a user's `score` as its scorer if the class overrides that method."""
+        return step
+
     def post_init_from_model(self, model: nn.Module) -> None:
         """Read the model when a `with` block is entered; a hook of presses written for NVIDIA kvpress."""
 
@@ -121,7 +122,7 @@ class BasePress:
             ValueError: heads differ and `module` is None, or the press needs more than one layer.
         """
         del attentions
-        return compress(described_recipe(self), view_by_hand(self, module, hidden_states, keys, values, kwargs), module)
+        return adapter().compress(self, module, hidden_states, keys, values, kwargs)
 
     def forward_hook(self, module: nn.Module, input: Any, kwargs: dict[str, Any], output: Any) -> Any:
         """Evict from an attention layer after a pass and return the output of the layer.
@@ -287,12 +288,16 @@ class BudgetPress(BasePress):
 
     def validate(self) -> None:
         super().validate()
-        budget = own_budget(self)
-        if budget is not None and self.compression_ratio:
+        if self.num_kept is not None and self.compression_ratio:
             raise ValueError(
                 f"give either compression_ratio or budget, got compression_ratio={self.compression_ratio} and "
-                f"budget={budget}"
+                f"budget={self.num_kept}"
             )
+
+    @property
+    def num_kept(self) -> int | None:
+        """Value of `budget`; None in a user's class that declares a `budget` for another purpose."""
+        return self.budget
 
     @property
     def protected(self) -> int:
@@ -302,7 +307,7 @@ class BudgetPress(BasePress):
     @property
     def amount(self) -> Amount:
         """Number of pairs that stay."""
-        return Amount(self.compression_ratio, own_budget(self), described(self, "protected"))
+        return Amount(self.compression_ratio, self.num_kept, self.protected)
 
 
 @dataclass
@@ -324,15 +329,8 @@ class ScorerPress(BudgetPress, ByScore, metaclass=ABCMeta):
         return Schedule()
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
-        amount, allocator, schedule = (described(self, name) for name in ("amount", "allocator", "schedule"))
-        if overrides_score(self):
-            step = Eviction(
-                ScoredByArguments(self, described(self, "wants")), amount, allocator, schedule, reads_hidden_states=True
-            )
-        else:
-            hidden = overrides_helper_of_hidden_states(self)
-            step = Eviction(self, amount, allocator, schedule, reads_hidden_states=hidden)
-        return Recipe((step,))
+        step = Eviction(self, self.amount, self.allocator, self.schedule)
+        return Recipe((self.with_user_score(step),))
 
     def scores(self, view: View) -> Tensor:
         """Return the score of each pair of a view, `[b, h, n]`; larger is kept first."""
@@ -349,8 +347,7 @@ class ScorerPress(BudgetPress, ByScore, metaclass=ABCMeta):
     ) -> Tensor:
         """Return the score of each pair, `[B, H, n]`, from the arguments of NVIDIA kvpress; see `compress`."""
         del attentions
-        scores: Tensor = method(self, "scores")(view_by_hand(self, module, hidden_states, keys, values, kwargs))
-        return scores
+        return adapter().score(self, module, hidden_states, keys, values, kwargs)
 
 
 class Wrapping(BasePress):

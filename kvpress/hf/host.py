@@ -8,12 +8,11 @@ from typing import Any
 
 from kvpress.core.press import BasePress
 from kvpress.hf.attention.attention_override import attending
-from kvpress.hf.by_hand import view_by_hand
 from kvpress.hf.generation.replay import graph_recorder
 from kvpress.hf.models import facts_of
 from kvpress.hf.session.session import Session, session
 
-__all__ = ["attending", "facts_of", "open_press", "view_by_hand"]
+__all__ = ["attending", "facts_of", "open_press"]
 
 
 def open_press(press: BasePress, model: Any, capture: bool) -> AbstractContextManager[Session]:

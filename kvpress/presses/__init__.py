@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from kvpress.core.aliases import install
+from kvpress.core.adapter import adapter
 from kvpress.core.registry import class_named
 
 
@@ -11,4 +11,4 @@ def __getattr__(name: str) -> Any:
     return class_named(name, __name__)
 
 
-install(__name__)
+adapter().alias_modules(__name__)

@@ -3,19 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kvpress.cache import attention
-from kvpress.core.by_hand import view_by_hand
 from kvpress.core.checks import NotNegative, Share
-from kvpress.core.helpers import helper, override_of
 from kvpress.core.model import ModelFacts
-from kvpress.core.overrides import ScoredByArguments
 from kvpress.core.press import BasePress, ScorerAround, ScorerPress, WrapperPress
 from kvpress.core.recipe import Eviction
 from kvpress.core.registry import Refusal, register
@@ -61,36 +56,11 @@ class CriticalKVPress(WrapperPress):
     def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
         self.check_choice(step)
         check_outputs(model)
-        stages = self._stages(step)
-        if override_of(self, "score") is None:
-            return replace(step, scorer=stages)
-        return replace(step, scorer=ScoredByArguments(self, stages.wants), reads_hidden_states=True)
+        return self.with_user_score(replace(step, scorer=self.stages(step)))
 
-    def _stages(self, step: Eviction) -> TwoStages:
-        norms = override_of(self, "vwl1norm")
-        return TwoStages(step.scorer.without_values(), self.epsilon, self.first_stage_ratio, norms)
-
-    @helper
-    def score(
-        self,
-        module: nn.Module,
-        hidden_states: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        attentions: Tensor | None,
-        kwargs: dict[str, Any],
-    ) -> Tensor:
-        """Return scores `[B, H, n]`, highest for the pairs that both stages choose; see `BasePress.compress`."""
-        del attentions
-        (step,) = self.inner.recipe().evictions
-        view, stages = view_by_hand(self, module, hidden_states, keys, values, kwargs), self._stages(step)
-        return stages.weighed(Scored(view, stages), view.target or step.amount.of(view.length))
-
-    @staticmethod
-    @helper
-    def vwl1norm(values: Tensor, module: nn.Module) -> Tensor:
-        """Return the norms `[B, H, n]` of `values [B, H, n, Dv]`, of all KV heads, after the output projection."""
-        return output_norms(values, module, values.shape[1])
+    def stages(self, step: Eviction) -> TwoStages:
+        """Return the scorer of both stages around the scorer of an eviction."""
+        return TwoStages(step.scorer.without_values(), self.epsilon, self.first_stage_ratio)
 
 
 ScorerPress.register(CriticalKVPress)
@@ -132,8 +102,6 @@ class TwoStages(ScorerAround):
     """Number added to scores of the second stage."""
     first: float
     """Share of the budget that goes to the first stage."""
-    norms: Callable[[Tensor, nn.Module], Tensor] | None = None
-    """A user's override of `CriticalKVPress.vwl1norm`; None for the norms of this module."""
 
     ranks = True
 
@@ -146,11 +114,8 @@ class TwoStages(ScorerAround):
         finite = scores.isfinite()
         lowest = scores.masked_fill(~finite, 0.0).amin(dim=2, keepdim=True).clamp_max(0.0)
         view, heads = scored.view, scored.view.call.store.heads
-        if self.norms is None:
-            groups = view.groups if view.call.queries.shape[2] else None  # by hand, there may be no queries
-            norms = output_norms(view.values, view.call.layer.module, heads, view.heads, groups)
-        else:
-            norms = self.norms(view.values.expand(-1, heads, -1, -1), view.call.layer.module)[:, view.heads]
+        groups = view.groups if view.call.queries.shape[2] else None  # by hand, there may be no queries
+        norms = output_norms(view.values, view.call.layer.module, heads, view.heads, groups)
         weighted = torch.where(finite, (scores - lowest + self.epsilon) * norms, scores)
         check_numbers(weighted, "scores times the norms of value outputs", view)
         first_counts = int(counts * self.first) if isinstance(counts, int) else (counts * self.first).long()

@@ -10,7 +10,6 @@ from torch import nn
 from kvpress.core.amount import Amount, Schedule
 from kvpress.core.checks import Count, Ratio
 from kvpress.core.compose import protected_by
-from kvpress.core.helpers import helper
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BasePress, Wrapping
 from kvpress.core.recipe import Eviction, Recipe
@@ -74,7 +73,6 @@ class DecodingPress(Wrapping):
     def after_block(self) -> None:
         self.reset()
 
-    @helper
     def reset(self) -> None:
         """Do nothing, because a cache holds its own state; an override is called at the end of a session."""
 

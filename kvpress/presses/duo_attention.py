@@ -4,22 +4,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvpress.cache import attention
-from kvpress.core.helpers import helper, override_of
-from kvpress.core.model import ModelFacts
 from kvpress.core.recipe import PassHook
 from kvpress.core.registry import EVERY_SUITE, Exemption, Refusal, register
 from kvpress.observe.call import LayerCall
 from kvpress.observe.observer import Observer, Wanted, hashed
 from kvpress.observe.passes import Pass
 from kvpress.observe.view import View
-from kvpress.presses.head_table import HeadTable, lowest, read_head_table
+from kvpress.presses.head_table import HeadTable, lowest
 from kvpress.presses.streaming_heads import NO_COMMON_BUDGET, TABLE, StreamingHeadsPress
 
 SHARE = 1 / 8
@@ -83,24 +80,6 @@ class DuoAttentionPress(StreamingHeadsPress):
     @property
     def decision(self) -> PassHook | None:
         return PassHook(self._decide, ("prefill",)) if self.on_the_fly_scoring else None
-
-    def post_init_from_model(self, model: nn.Module) -> None:
-        load_pattern = None if self.on_the_fly_scoring else override_of(self, "load_attention_pattern")
-        if load_pattern is not None:
-            sink_size, recent_size, values = load_pattern(model)
-            self.__dict__["_pattern"] = HeadTable(
-                "load_attention_pattern", torch.as_tensor(values, dtype=torch.float64), sink_size, recent_size
-            )
-
-    def source(self, model: ModelFacts | None) -> HeadTable | None:
-        return self.__dict__.get("_pattern") or super().source(model)
-
-    @staticmethod
-    @helper
-    def load_attention_pattern(model: Any) -> tuple[int | None, int | None, Tensor]:
-        """Return the sink size, recent size (None if unknown) and values `[L, H]` of the table in a model's folder."""
-        table = read_head_table(str(Path(model.config.name_or_path) / DuoAttentionPress.beside))
-        return table.sink_size, table.recent_size, table.values
 
     def streaming(self, table: HeadTable | None, view: View) -> Tensor | None:
         if not self.on_the_fly_scoring:

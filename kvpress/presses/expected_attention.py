@@ -7,18 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvpress.cache import attention
 from kvpress.core.checks import Count, NotNegative, Size
-from kvpress.core.helpers import helper, of_heads, override_of
-from kvpress.core.host import host
 from kvpress.core.press import ScorerPress
 from kvpress.core.registry import register
 from kvpress.observe.call import LayerCall
 from kvpress.observe.observer import Wanted
 from kvpress.observe.queries import QueryStats
-from kvpress.observe.view import View, score_arguments
+from kvpress.observe.view import View
 
 
 @register(
@@ -89,45 +87,9 @@ class ExpectedAttentionPress(ScorerPress):
 
     def future_statistics(self, view: View) -> tuple[Tensor, Tensor]:
         """Return `(mu' [b, hq, D], S' [b, hq, D, D])` of the rotated future queries."""
-        user_statistics = override_of(self, "get_query_statistics")
-        if user_statistics is not None:
-            module, hidden, *_ = score_arguments(view)
-            mean, covariance = user_statistics(module, hidden)
-            mean = of_heads(view, mean)
-            return mean, mean[..., None] if covariance is None else of_heads(view, covariance)
         mean, covariance = self.statistics(view)
-        user_rotation = override_of(self, "apply_avg_rope")
-        if user_rotation is not None:
-            rotated: tuple[Tensor, Tensor] = user_rotation(view.call.layer.module, mean, covariance, view.seen)
-            return rotated
         future = view.call.next_positions(view.rows, view.seen, self.n_future_positions)
         return averaged(view.call, mean, covariance, future)
-
-    @helper
-    def get_query_statistics(self, module: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return mean `[B, Hq, D]` and covariance `[B, Hq, D, D]` of the future queries of a prompt; see `apply_avg_rope`.
-
-        `hidden_states [B, n, hidden]` are the input of the module. The covariance is None without `use_covariance`.
-        """
-        observer = Wanted(QueryStats, self.n_sink)
-        view = host().view_by_hand((observer,), module, hidden_states, None, None, {})
-        mean, covariance = view.observer(observer).moments(view.rows)
-        return self.apply_avg_rope(module, mean, covariance if self.use_covariance else None, view.seen)
-
-    @helper
-    def apply_avg_rope(
-        self, module: nn.Module, mu: Tensor, cov: Tensor | None, q_len: int
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return a mean `[..., Hq, D]` and a covariance `[..., Hq, D, D]` rotated by the mean rotation of the future positions.
-
-        The future positions are the `n_future_positions` after the first `q_len`.
-        """
-        mean = mu.reshape(-1, *mu.shape[-2:])
-        view = host().view_by_hand((), module, None, mean[:, :1, None], mean[:, :1, None], {})
-        future = torch.arange(q_len, q_len + self.n_future_positions, device=mu.device).expand(len(mean), -1)
-        covariance = mean[..., None] if cov is None else cov.reshape(*mean.shape, -1)
-        mean, covariance = averaged(view.call, mean, covariance, future)
-        return mean.view_as(mu), None if cov is None else covariance.view_as(cov)
 
     def _logits(self, view: View, head: int, mean: Tensor, covariance: Tensor) -> Tensor:
         """Return `z [b, G, n]` for one KV head, computed in blocks of keys."""

@@ -5,16 +5,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
-
-from kvpress.core.helpers import helper, override_of
-from kvpress.core.host import host
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import WrapperPress
 from kvpress.core.recipe import Eviction
 from kvpress.core.registry import EVERY_SUITE, Exemption, Refusal, register
-from kvpress.core.rerotation import closing_gaps, turned
+from kvpress.core.rerotation import closing_gaps
 
 _SEALED = "keys that a codec or selector has sealed cannot be rotated again; refused in the second turn"
 
@@ -49,11 +44,4 @@ class KeyRerotationPress(WrapperPress):
     """
 
     def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
-        return closing_gaps(step, override_of(self, "rerotate_keys"))
-
-    @staticmethod
-    @helper
-    def rerotate_keys(module: nn.Module, indices: Tensor, keys: Tensor) -> Tensor:
-        """Return the `keys [B, H, n, D]` at ascending `indices [B, H, m]`, rotated to the positions 0 to m - 1."""
-        kept = host().view_by_hand((), module, None, keys, keys, {}).pairs(indices)
-        return turned(kept, torch.arange(indices.shape[2], device=keys.device) - kept.positions)
+        return closing_gaps(step)

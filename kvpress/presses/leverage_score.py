@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from kvpress.core.checks import Count, Positive, Size
-from kvpress.core.helpers import helper, override_of
 from kvpress.core.press import ScorerPress
 from kvpress.core.registry import register
 from kvpress.observe.observer import Wanted
@@ -61,21 +60,8 @@ class LeverageScorePress(ScorerPress):
 
     def scores(self, view: View) -> Tensor:
         """Return leverages `[b, h, n]` in [0, 1], infinite for sinks."""
-        return self.of_view(view).masked_fill(view.positions < self.n_sink, torch.inf)
-
-    def of_view(self, view: View) -> Tensor:
-        """Return leverages `[b, h, n]`."""
-        compute_scores = override_of(self, "compute_leverage_scores")
-        if compute_scores is None:
-            return leverage(view, self.sketch_dimension, self.ridge)
-        scores: Tensor = compute_scores(view.unrotated_keys(), self.sketch_dimension)
-        return scores
-
-    @staticmethod
-    @helper
-    def compute_leverage_scores(key_states: Tensor, sketch_dimension: int) -> Tensor:
-        """Return the leverages `[B, H, n]` of keys before rotation, `[B, H, n, D]`, from a sketch."""
-        return torch.stack([of_rows(keys, sketch_dimension) for keys in key_states.float().unbind(dim=1)], dim=1)
+        scores = leverage(view, self.sketch_dimension, self.ridge)
+        return scores.masked_fill(view.positions < self.n_sink, torch.inf)
 
 
 def leverage(view: View, sketch_dimension: int, ridge: float = RIDGE) -> Tensor:

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvpress.core.amount import Amount
 from kvpress.core.checks import Count
-from kvpress.core.helpers import helper, override_of
 from kvpress.core.recipe import Allocator
 from kvpress.core.registry import Exemption, register
 from kvpress.core.scoring import Scored
@@ -46,13 +45,7 @@ class PyramidKVPress(SnapKVPress):
 
     @property
     def allocator(self) -> Allocator:
-        return Pyramid(self.window_size, self.beta, self.amount, override_of(self, "get_layer_budget"))
-
-    @helper
-    def get_layer_budget(self, module: nn.Module, q_len: int) -> int:
-        """Return how many of `q_len` pairs per head the layer of an attention module keeps; all layers of the model count."""
-        pyramid, depths = Pyramid(self.window_size, self.beta, self.amount), module.config.num_hidden_layers  # type: ignore[union-attr]
-        return pyramid.of_layer(int(module.layer_idx), int(depths), self.amount.of(q_len), q_len)  # type: ignore[arg-type]
+        return Pyramid(self.window_size, self.beta, self.amount)
 
 
 @dataclass(frozen=True)
@@ -65,8 +58,6 @@ class Pyramid(Allocator):
     """Steepness: the last layer keeps 1 / `beta` of the mean."""
     amount: Amount
     """Ratio or budget of the press; a ratio gives budgets before rounding."""
-    custom_budget: Callable[[nn.Module, int], int] | None = None
-    """User-defined `get_layer_budget`, or None."""
 
     by_layer = True
 
@@ -76,8 +67,6 @@ class Pyramid(Allocator):
     def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
         # Pairs that are always kept, such as protected ones, are left out of every layer's budget.
         lengths = [(item.view.call, item.view.available - item.view.target + mean) for item in scored]
-        if self.custom_budget is not None:
-            return [self.custom_budget(call.layer.module, length) for call, length in lengths]
         return [self.of_layer(call.layer.depth, call.layer.depths, mean, length) for call, length in lengths]
 
     def of_layer(self, depth: int, depths: int, mean: int, length: int) -> int:

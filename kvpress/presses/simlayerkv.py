@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvpress.core.checks import Count, Share, Size
-from kvpress.core.helpers import arguments_of, helper, override_of
-from kvpress.core.host import host
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BasePress, removed
 from kvpress.core.recipe import Allocator, Eviction, Recipe
@@ -51,26 +49,14 @@ class SimLayerKVPress(BasePress):
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
         queries = Wanted(RecentQueries, self.n_last)
-        is_lazy = override_of(self, "is_lazy")
-        layers = LazyLayers(self.lazy_threshold, self.n_recent, queries, is_lazy)
+        layers = LazyLayers(self.lazy_threshold, self.n_recent, queries)
         sinks = SinksAndNewest(self.n_initial, (queries,))
-        return Recipe((Eviction(sinks, allocator=layers, fixed=True, reads_hidden_states=is_lazy is not None),))
+        return Recipe((Eviction(sinks, allocator=layers, fixed=True),))
 
     @property
     def compression_ratio(self) -> float:
         """Fraction of the pairs that was evicted from the last cache; see `last_cache`."""
         return removed(self)
-
-    @helper
-    def is_lazy(
-        self, module: nn.Module, hidden_states: Tensor, keys: Tensor, position_embeddings: tuple[Tensor, Tensor]
-    ) -> bool:
-        """Return whether a layer is lazy, by the mean over rows: `hidden_states [B, n, hidden]`, `keys [B, H, n, D]`."""
-        queries = Wanted(RecentQueries, self.n_last)
-        kwargs = {"position_embeddings": position_embeddings}
-        view = host().view_by_hand((queries,), module, hidden_states, keys, keys, kwargs)
-        in_window = SinksAndNewest(self.n_initial).scores(view) >= view.seen - self.n_recent
-        return bool(attention_on(view, queries, in_window).mean() > self.lazy_threshold)
 
 
 @dataclass(frozen=True)
@@ -83,18 +69,13 @@ class LazyLayers(Allocator):
     """Newest tokens that a lazy layer keeps."""
     queries: Wanted
     """Observer of the queries that decide."""
-    custom_is_lazy: Callable[..., bool] | None = None
-    """User-defined `is_lazy`, or None."""
 
     decides = True
 
     def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
         windows = [item.scores >= item.view.seen - self.recent for item in scored]
-        if self.custom_is_lazy is None:
-            attention_weights = [attention_on(item.whole, self.queries, self._in_window(item)) for item in scored]
-            is_lazy = torch.cat(attention_weights, dim=1).mean(dim=1).clamp_max(1) > self.threshold
-        else:
-            is_lazy = torch.tensor([self.custom_is_lazy(*arguments_of(scored[0].whole))], device=windows[0].device)
+        attention_weights = [attention_on(item.whole, self.queries, self._in_window(item)) for item in scored]
+        is_lazy = torch.cat(attention_weights, dim=1).mean(dim=1).clamp_max(1) > self.threshold
         return [torch.where(is_lazy[:, None], in_window.sum(dim=2), in_window.shape[2]) for in_window in windows]
 
     def _in_window(self, scored: Scored) -> Tensor:

@@ -7,16 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
 from kvpress.core.checks import Count, Odd
-from kvpress.core.helpers import arguments_of, helper, of_heads, override_of
-from kvpress.core.host import host
 from kvpress.core.press import ScorerPress
 from kvpress.core.registry import register
-from kvpress.observe.observer import Wanted
-from kvpress.observe.queries import RecentQueries
 from kvpress.observe.view import View
 from kvpress.presses.window import NewestWindow
 
@@ -63,31 +59,5 @@ class SnapKVPress(NewestWindow, ScorerPress):
 
     def older_attention(self, view: View, width: int) -> Iterator[Tensor]:
         """Yield, for every KV head, the attention `[b, G, w, m]` of the window to the m older pairs."""
-        compute_attention = override_of(self, "compute_window_attention")
-        if compute_attention is not None:
-            module, hidden, keys, embeddings = arguments_of(view)
-            weights = of_heads(view, compute_attention(module, hidden, keys, width, embeddings))
-            yield from weights.unflatten(1, (view.shape[1], -1)).unbind(dim=1)
-            return
         for head in view.per_head():
             yield head.attention(head.newest_queries(*self.wants))[:, 0, ..., : view.length - width]
-
-    @staticmethod
-    @helper
-    def compute_window_attention(
-        module: nn.Module,
-        hidden_states: Tensor,
-        keys: Tensor,
-        window_size: int,
-        position_embeddings: tuple[Tensor, Tensor],
-    ) -> Tensor:
-        """Return the attention `[B, Hq, w, n - w]` of the newest w = `window_size` of n tokens to the older ones.
-
-        It is computed as `module` does, from its input `hidden_states [B, q, hidden]` and all `keys [B, H, n, D]`.
-        """
-        newest = tuple(angles[:, -window_size:] for angles in position_embeddings)
-        queries = Wanted(RecentQueries, window_size)
-        view = host().view_by_hand(
-            (queries,), module, hidden_states[:, -window_size:], keys, keys, {"position_embeddings": newest}
-        )
-        return view.attention(view.newest_queries(queries))[..., : view.length - window_size].flatten(1, 2)

@@ -126,7 +126,7 @@ def test_scores_without_values_do_not_depend_on_the_size_of_values(inner: str) -
     differences: list[tuple[Tensor, Tensor]] = []
 
     class Both(kvpress.ScorerPress):
-        wants = step.scorer.wants
+        wants = property(lambda press: step.scorer.wants)
 
         def scores(self, view: Any) -> Tensor:
             def of(scorer: Any, factor: Tensor) -> Tensor:

@@ -10,17 +10,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from kvpress.compat.overrides import check_helpers, described_recipe
+from kvpress.compat.tensor_view import view_of_tensors
 from kvpress.core.evict import Group, chosen, shares
 from kvpress.core.executor import MASKED
-from kvpress.core.host import host
-from kvpress.core.overrides import described_recipe
 from kvpress.core.protection import free_pairs
-from kvpress.core.recipe import Eviction, Recipe
+from kvpress.core.recipe import Eviction
 from kvpress.observe.spans import Spans
 from kvpress.observe.view import View, score_arguments
 
 
-def view_by_hand(
+def view_for(
     press: Any,
     module: nn.Module | None,
     hidden_states: Tensor | None,
@@ -42,7 +42,7 @@ def view_by_hand(
         # Scores do not depend on the number of pairs that stay, so observers are needed at ratio 0 too.
         observers = [item for step in recipe.evictions for item in step.wants]
         wants = tuple(dict.fromkeys([*recipe.watched("prefill"), *observers]))
-        return host().view_by_hand(wants, module, hidden_states, keys, values, kwargs)
+        return view_of_tensors(wants, module, hidden_states, keys, values, kwargs)
     if keys.shape[:3] != view.shape:
         raise ValueError(
             f"keys {tuple(keys.shape)} do not match the {view.length} pairs of this call: pass on keys and values of unchanged "
@@ -51,15 +51,44 @@ def view_by_hand(
     return view if keys is view.keys and values is view.values else replace(view, vectors=lambda: (keys, values))
 
 
-def compress(recipe: Recipe, view: View, module: Any) -> tuple[Tensor, Tensor]:
-    """Return the keys `[b, h, n', D]` and values that the evictions of a recipe keep of a view.
+def score(
+    press: Any,
+    module: nn.Module | None,
+    hidden_states: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    kwargs: dict[str, Any] | None,
+) -> Tensor:
+    """Return the scores `[B, H, n]` of a press; see `ScorerPress.score`.
+
+    Raises:
+        TypeError: a user's class overrides a helper, which `scores` does not call.
+    """
+    check_helpers(type(press), called="score")
+    scores: Tensor = press.scores(view_for(press, module, hidden_states, keys, values, kwargs))
+    return scores
+
+
+def compress(
+    press: Any,
+    module: nn.Module | None,
+    hidden_states: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    kwargs: dict[str, Any] | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the keys `[b, h, n', D]` and values that a press keeps, without the `compress` of a user's class.
 
     If heads would keep different numbers of pairs, all pairs are returned, as in NVIDIA kvpress, and the evicted ones are
     marked on the module.
 
     Raises:
+        TypeError: a user's class overrides a helper, which the press does not call.
         ValueError: the press needs a cache or the whole model, or heads differ and there is no module to mark.
     """
+    check_helpers(type(press), called="compress")
+    recipe = described_recipe(press)
+    view = view_for(press, module, hidden_states, keys, values, kwargs)
     steps = [step for step in recipe.evictions if not step.is_identity]
     for step in steps:
         view = _evicted(step, view, module if step is steps[-1] else None, recipe.protected)

@@ -34,11 +34,11 @@ class Alias(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name in HELPERS:
-            return getattr(importlib.import_module("kvpress.utils"), name)
+            return getattr(importlib.import_module("kvpress.compat.utils"), name)
         return class_named(name, self.__name__)
 
 
-def install(package: str) -> None:
+def alias_modules(package: str) -> None:
     """Add the aliases of `MODULES` to a package."""
     for name in MODULES:
         alias = Alias(f"{package}.{name}", f"Alias for a module of NVIDIA kvpress; see `{package}`.")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build a layer call from plain tensors, for direct calls of a press's `score` or `compress`."""
+"""Build a view of plain tensors, for direct calls of `score`, `compress` and helpers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvpress.observe.observer import Wanted
 from kvpress.observe.view import View, view_groups
 
 
-def view_by_hand(
+def view_of_tensors(
     wants: Sequence[Wanted],
     module: nn.Module | None,
     hidden_states: Tensor | None,
@@ -88,17 +88,18 @@ def _angles(call: LayerCall) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     if embedding is not None:
         return partial(embedding, call.store.window.keys)
 
-    def given(positions: Tensor) -> tuple[Tensor, Tensor]:
-        known = call.kwargs.get("position_embeddings")
-        at = positions - call.tokens.seen_before
-        if known is None or bool((at < 0).any()) or bool((at >= known[0].shape[1]).any()):
+    def angles_at(positions: Tensor) -> tuple[Tensor, Tensor]:
+        embeddings = call.kwargs.get("position_embeddings")
+        indices = positions - call.tokens.seen_before
+        if embeddings is None or bool((indices < 0).any()) or bool((indices >= embeddings[0].shape[1]).any()):
             raise ValueError(
                 "this press needs rotary angles: give the attention module with its `rotary_emb`, or position_embeddings of "
                 "all tokens in kwargs, or use it inside `with press(model)`"
             )
         cos, sin = (
-            part.expand(len(at), -1, -1).gather(1, at[..., None].expand(-1, -1, part.shape[2])) for part in known
+            table.expand(len(indices), -1, -1).gather(1, indices[..., None].expand(-1, -1, table.shape[2]))
+            for table in embeddings
         )
         return cos, sin
 
-    return given
+    return angles_at
