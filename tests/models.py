@@ -118,15 +118,19 @@ def grow(mask: torch.Tensor | None, count: int) -> torch.Tensor | None:
 
 
 @contextmanager
-def noise(seed: int) -> Iterator[None]:
-    """Change embeddings by about a rounding error, which now and then turns a code into its neighbour."""
+def noise(seed: int, model: Any = None) -> Iterator[None]:
+    """Change the embeddings of a model, by default a tiny Llama, by about a rounding error.
+
+    Now and then, this turns a code into its neighbour.
+    """
     signs = torch.Generator().manual_seed(seed)
 
     def change(module: Any, args: Any, output: Tensor) -> Tensor:
         del module, args
         return output * (1 + 4e-7 * (torch.randint(0, 2, output.shape, generator=signs) * 2 - 1))
 
-    handle = tiny_model("llama").get_input_embeddings().register_forward_hook(change)
+    embeddings = (tiny_model("llama") if model is None else model).get_input_embeddings()
+    handle = embeddings.register_forward_hook(change)
     try:
         yield
     finally:

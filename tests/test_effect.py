@@ -135,3 +135,11 @@ def test_plan_marks_presses_without_effect() -> None:
     assert "kivi:bits=4: nothing is compressed: a codec leaves the newest pairs dense" in output
     assert "frontier names no size, and takes smaller=10" in output
     assert runner.invoke(app, ["plan", "--model", "reference", "--press", "snapkv"]).exit_code == 2
+
+
+def test_a_calibration_gives_no_warning(tmp_path: Path) -> None:
+    from kvpress.calibrate import METHODS, calibrate
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        calibrate(tiny_model("llama"), tokens(2, 40), METHODS["qfilter"](), tmp_path / "filters.safetensors")

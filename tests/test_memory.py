@@ -166,7 +166,7 @@ def test_a_report_prints_as_a_table() -> None:
 def test_parts_of_a_layer_are_named() -> None:
     parts = {
         "knorm:0.5": {"window", "dense", "indexes"},
-        KIVI + "2": {"window", "dense", "codes", "scales"},
+        KIVI + "2": {"window", "dense", "codes", "scales", "offsets"},
         "h2o:0.5": {"window", "dense", "indexes", "scores"},
     }
     for spec, names in parts.items():

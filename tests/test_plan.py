@@ -239,7 +239,7 @@ def test_geometry_of_a_mixed_model_counts_windows_as_windows() -> None:
 def test_the_plan_of_a_mixed_model_names_the_share_that_can_shrink(tmp_path: Path) -> None:
     tiny_model("gemma3_text").config.save_pretrained(tmp_path)
     result = runner.invoke(app, ["plan", "--model", str(tmp_path), "--context", "40", "--press", "frontier:smaller=10"])
-    assert "91% of the cache can shrink, so that it gets at most 11.0 times smaller" in result.output, result.output
+    assert "91% of the cache can shrink, so it gets at most 11.0 times smaller" in result.output, result.output
 
 
 def test_latents_are_planned_as_they_are_cached() -> None:

@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvpress
+from tests.fuzz.models import model_of
 from tests.fuzz.properties import same
 from tests.fuzz.specs import resolved
-from tests.models import grow, noise, padded_batch, position_ids, tiny_model, tokens
-from tests.sparse.selecting import channels_file
+from tests.models import grow, noise, padded_batch, position_ids, tokens
 
 QUEST = "quest:budget=16,page_size=8,skip_layers=0"
 LABELS = "double_sparsity:budget=12,channels=8,skip_layers=0,calibration={channels}"
@@ -65,7 +65,6 @@ SPECS = {
 def press_of(spec: str) -> Any:
     for name, inner in (CODECS | SELECTORS).items():
         spec = spec.replace(f"{{{name}}}", inner)
-    spec = spec.replace("{channels}", channels_file(tiny_model("llama")))
     return kvpress.get_press(resolved(spec, "llama"))
 
 
@@ -73,7 +72,7 @@ class Talk:
     """Two turns of one row or more; `rows` are their numbers in the whole batch, which seed their tokens."""
 
     def __init__(self, press: Any, ids: Tensor, mask: Tensor | None, rows: list[int], chunk: int = 0) -> None:
-        self.model, self.rows, self.mask = tiny_model("llama"), rows, mask
+        self.model, self.rows, self.mask = model_of("llama", "float32"), rows, mask
         self.cache = DynamicCache(config=self.model.config)
         self.logits: list[Tensor] = []
         with press(self.model):
@@ -120,7 +119,7 @@ def assert_alone(press: Any, lengths: tuple[int, ...], chunk: int = 0) -> None:
             return Talk(press, ids[row : row + 1, -length:], None, [row])
 
         def noisy(seed: int, run: Any = run) -> Tensor:
-            with noise(seed):
+            with noise(seed, model_of("llama", "float32")):
                 return torch.cat(run().logits)
 
         alone = run()

@@ -113,7 +113,8 @@ def two_stage_scores(
     (step,) = press.inner.recipe().evictions
     stages = press.stages(step)
     view = view_for(press, module, hidden_states, keys, values, kwargs)
-    return stages.weighed(Scored(view, stages), view.target or step.amount.of(view.length))
+    scores: Tensor = stages.weighed(Scored(view, stages), view.target or step.amount.of(view.length))
+    return scores
 
 
 def vwl1norm(values: Tensor, module: nn.Module) -> Tensor:

@@ -15,9 +15,13 @@ _HALF = 0.5
 
 
 def idle_parts(press: BasePress) -> list[BasePress]:
-    """Return the presses of a composition, or the press itself, that change nothing; `none` is not among them."""
+    """Return the presses of a composition, or the press itself, that change nothing.
+
+    `none` is not among them, nor are presses that only observe, as calibration does.
+    """
     parts = press.presses if isinstance(press, ComposedPress) else [press]
-    return [item for item in parts if not _is_none(item) and item.recipe().is_identity]
+    recipes = [(item, item.recipe()) for item in parts if not _is_none(item)]
+    return [item for item, recipe in recipes if recipe.is_identity and not recipe.observers]
 
 
 def check_acts(press: BasePress) -> None:

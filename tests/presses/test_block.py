@@ -38,6 +38,6 @@ def test_scores_that_compare_nothing_choose_as_without_blocks(inner: str) -> Non
 def test_configuration() -> None:
     with pytest.raises(ValueError, match="block_size must be >= 1, got 0"):
         BlockPress(KnormPress(), 0)
-    with pytest.raises(TypeError, match="equally many pairs in every head, which CriticalAdaKVPress does not"):
+    with pytest.raises(TypeError, match="equally many pairs in every head, and CriticalAdaKVPress does not"):
         BlockPress(kvpress.CriticalAdaKVPress(KnormPress()))
     assert BlockPress(KnormPress()).block_size == 128

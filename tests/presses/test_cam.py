@@ -122,7 +122,8 @@ def test_random_numbers_are_uniform() -> None:
     for seen_tokens in range(50, 250):
         positions_ = torch.arange(50).expand(3, 2, -1)
         store = type("Store", (), {"heads": 2})()
-        call = type("Call", (), {"store": store, "layer": seen_tokens % 7})()
+        layer = type("Layer", (), {"index": seen_tokens % 7})()
+        call = type("Call", (), {"store": store, "layer": layer})()
         view = View(call, [0, 1, 2], slice(0, 2), lambda: None, positions_, seen_tokens, {})  # type: ignore[arg-type, return-value]
         numbers = view.numbers()
         assert torch.equal(numbers[0], numbers[2])

@@ -59,6 +59,6 @@ def test_the_press_inside_keeps_its_own_rule() -> None:
 def test_configuration() -> None:
     with pytest.raises(ValueError, match="chunk_length must be >= 1, got 0"):
         ChunkPress(KnormPress(), 0)
-    with pytest.raises(TypeError, match="equally many pairs in every head, which AdaKVPress does not"):
+    with pytest.raises(TypeError, match="equally many pairs in every head, and AdaKVPress does not"):
         ChunkPress(kvpress.AdaKVPress(KnormPress()))
     assert ChunkPress(KnormPress()).chunk_length == 1024
