@@ -396,12 +396,13 @@ def compile_variant(variant: Variant, chip: int) -> Figures:
     signature: dict[str, Any] = {}
     constants: dict[str | tuple[int, ...], Any] = dict(variant.constants)
     attributes: dict[tuple[int, ...], list[list[object]]] = {}
+    tuples = {"OFFSETS": (None,) * 3, **variant.tuples}  # keys without an offset
     for index, name in enumerate(variant.kernel.arg_names):
         if name in constants:
             signature[name] = "constexpr"
-        elif name in variant.tuples:
-            signature[name] = tuple(kind or "constexpr" for kind in variant.tuples[name])
-            for position, kind in enumerate(variant.tuples[name]):
+        elif name in tuples:
+            signature[name] = tuple(kind or "constexpr" for kind in tuples[name])
+            for position, kind in enumerate(tuples[name]):
                 if kind is None:
                     constants[(index, position)] = None
                 else:
