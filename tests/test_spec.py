@@ -68,7 +68,7 @@ NON_DEFAULT: list[kvpress.BasePress] = [
     KIVIPress(4),
     KIVIPress((4, 2), group_size=16, residual_length=0, skip_layers=(0, 3)),
     KIVIPress(skip_layers=(1,)),
-    kvpress.TurboQuantPress((3, 2), seed=4, qjl=True),
+    kvpress.TurboQuantPress((3, 2), seed=4),
     KIVIPress((8, (4, 2), 2), sinks=4),
     kvpress.AdaQuantPress(((8, 4), (2, 1)), group_size=32, residual_length=0),
     kvpress.GEARPress(4, group_size=32, rank=8, generated_rank=0, outliers=0.5, passes=1, buffer_length=96, sinks=1),

@@ -69,7 +69,7 @@ class CodedSegment(Segment):
     rotation: Annotated[KeyRotation | None, part()] = None
     """Rotary embedding, applied to keys after decoding if they were encoded before it."""
     key_basis: Annotated[Tensor | None, per_layer("tables")] = None
-    """Matrix that keys were multiplied by before encoding, orthonormal `[D, D]`, or two of them interleaved, `[D, 2 D]`."""
+    """Matrix that keys were multiplied by before encoding, orthonormal `[D, D]`."""
     value_basis: Annotated[Tensor | None, per_layer("tables")] = None
     """Matrix that values were multiplied by before encoding, orthonormal `[D, D]`."""
     _shift: Annotated[Tensor | None, derived("indexes")] = field(default=None, init=False)

@@ -27,22 +27,14 @@ class TurboQuantPress(QuantisingPress):
 
         y = sqrt(D) * x R / |x|,   code[d] = argmin_e |y[d] - level[e]|,   x' = |x| * (level[code] / |level[code]|) R^T
 
-    With `qjl`, the codes of keys have one bit less, and that bit is the sign of the error in another random basis S:
-
-        x' = |x| / sqrt(D) * (level[code] R^T + sqrt(pi e / 2) * sign(r S) S^T),   r = x sqrt(D) / |x| - level[code] R^T
-
-    where e is the mean squared error of the levels. Products of a query with x' are then unbiased over S, with a larger
-    variance.
-
     R is a random orthogonal matrix of each layer, one for keys and one for values, drawn from `seed`. It makes channels nearly
     unit Gaussian, so the levels minimise the error for this distribution (Lloyd-Max) and need no calibration. |x| /
     |level[code]| is stored in 16 bits.
 
     Paper: Zandieh et al., TurboQuant: Online Vector Quantization with Near-optimal Distortion Rate, 2025, arXiv:2504.19874.
-    Differs from the paper: decoded vectors are scaled to their exact norm, except with `qjl`; S is orthogonal; the norms of
-    errors, which are nearly equal after rotation by R, are replaced by one constant and not stored; all channels have the
-    same bits. The newest `residual_length` pairs, up to 63 more, and the first `sinks` stay dense. A large bias of keys is
-    stored separately (`QuantisingPress`).
+    Differs from the paper: decoded vectors are scaled to their exact norm; no bit holds the sign of the error (QJL), which
+    raised the error of attention at 2, 3 and 4 bits; all channels have the same bits. The newest `residual_length` pairs, up
+    to 63 more, and the first `sinks` stay dense. A large bias of keys is stored separately (`QuantisingPress`).
     """
 
     bits: Bits = 4
@@ -50,16 +42,10 @@ class TurboQuantPress(QuantisingPress):
     skip_layers: tuple[int, ...] = ()
     sinks: Size = 0
     seed: int = 0
-    qjl: bool = False
-
-    def validate(self) -> None:
-        super().validate()
-        if self.qjl and any(keys < 2 for keys, _ in self.layer_bits().pairs):
-            raise ValueError(f"qjl uses one bit of the keys, so bits of keys must be 2 or more, got bits={self.bits!r}")
 
     def layer_codec(self, layer: int) -> RotatedCodec:
         bits = self.layer_bits().at(layer)
-        return RotatedCodec(bits, 1000 * self.seed + 2 * layer, self.residual_length, self.sinks, self.qjl)
+        return RotatedCodec(bits, 1000 * self.seed + 2 * layer, self.residual_length, self.sinks)
 
 
 @dataclass
@@ -68,20 +54,15 @@ class RotatedCodec(Codec):
 
     bits: tuple[int, int]
     seed: int
-    """Seed of the rotation of keys; values use `seed + 1`, the sketch `-1 - seed`."""
+    """Seed of the rotation of keys; values use `seed + 1`."""
     residual: int
     sinks: int = 0
-    sketch: bool = False
-    """True if codes of keys contain the sign of the error (`qjl`)."""
     group: int = 32
 
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
         sides = segment.keys, segment.values
         bases = [rotation(side.shape[1], self.seed + i, side.device) for i, side in enumerate(sides)]
         keys, values = map(encode, sides, bases, self.bits)
-        if self.sketch:
-            bases[0] = with_sketch(segment.keys.shape[1], self.seed, segment.keys.device)
-            keys = encode_sketched(segment.keys, bases[0], self.bits[0])
         return CodedSegment(keys, values, segment.layout, segment.keys.dtype, None, *bases)
 
     def pair_bytes(self, dim: int, dtype: torch.dtype) -> float:
@@ -89,8 +70,6 @@ class RotatedCodec(Codec):
 
     def table_bytes(self, dim: int) -> int:
         keys, values = (4 * (1 << bits) for bits in self.bits)
-        if self.sketch:
-            return 12 * dim**2 + 2 * keys + values
         return 8 * dim**2 + keys + (0 if keys == values else values)
 
 
@@ -107,26 +86,6 @@ def encode(vectors: Tensor, basis: Tensor, bits: int) -> CodedRows:
     # The norms of a float16 model fit into float16; all others fit into bfloat16.
     dtype = torch.float16 if vectors.dtype == torch.float16 else torch.bfloat16
     return CodedRows(torch.cat(codes), book, bits, torch.cat(scales).to(dtype))
-
-
-def encode_sketched(vectors: Tensor, basis: Tensor, bits: int) -> CodedRows:
-    """Encode rows `[R, D]` by the nearest of `2 ** (bits - 1)` levels and the sign of the error, in the bases `[D, 2 D]`.
-
-    A code is a pair (level, sign); the codebook decodes it to one channel of each basis.
-    """
-    level = levels(bits - 1, vectors.device)[0, 0, :, 0]
-    edges, codes, scales = (level[1:] + level[:-1]) / 2, [], []
-    first, second, length = basis[:, ::2], basis[:, 1::2], vectors.shape[1] ** 0.5
-    for part in vectors.split(BLOCK_ROWS):
-        rotated = part.detach().float() @ first
-        scale = rotated.norm(dim=1, keepdim=True).clamp_min(1e-30) / length
-        rotated /= scale
-        nearest = below(edges, rotated)
-        error = (rotated - level[nearest.int()]) @ (first.T @ second)
-        codes.append(pack(2 * nearest + (error > 0), bits))
-        scales.append(scale[:, 0])
-    dtype = torch.float16 if vectors.dtype == torch.float16 else torch.bfloat16
-    return CodedRows(torch.cat(codes), pairs_of(bits, vectors.device), bits, torch.cat(scales).to(dtype))
 
 
 def below(edges: Tensor, numbers: Tensor) -> Tensor:
@@ -158,24 +117,3 @@ def levels(bits: int, device: torch.device) -> Tensor:
         edges = torch.cat([level.new_tensor([-torch.inf]), (level[1:] + level[:-1]) / 2, level.new_tensor([torch.inf])])
         level = -normal.log_prob(edges).exp().diff() / normal.cdf(edges).diff()
     return level.float().view(1, 1, -1, 1).to(device)
-
-
-@cache
-@torch.inference_mode(False)
-def with_sketch(dim: int, seed: int, device: torch.device) -> Tensor:
-    """Return the bases of codes and of error signs, their columns interleaved, float32 [D, 2 D]."""
-    bases = rotation(dim, seed, device), rotation(dim, -1 - seed, device)
-    return torch.stack(bases, dim=2).flatten(1)
-
-
-@cache
-@torch.inference_mode(False)
-def pairs_of(bits: int, device: torch.device) -> Tensor:
-    """Return the codebook of pairs (level, sign) in the two bases, float32 [1, 1, E, 2]."""
-    level = levels(bits - 1, device).flatten()
-    normal = torch.distributions.Normal(torch.zeros((), dtype=torch.float64), 1)
-    edges = torch.cat([level.new_tensor([-torch.inf]), (level[1:] + level[:-1]) / 2, level.new_tensor([torch.inf])])
-    mass = normal.cdf(edges.double()).diff()
-    error = 1 - float((mass * level.double().square()).sum())  # a level is the mean of its interval
-    sign = level.new_tensor([-1, 1]) * (torch.pi * error / 2) ** 0.5
-    return torch.cartesian_prod(level, sign)[None, None]

@@ -51,7 +51,6 @@ def registered() -> list[str]:
         "saw_int4:block_size=1",
         "kivi:bits=3,rotate=true",
         "gear:bits=3,backbone=kcvt",
-        "turboquant:bits=3,qjl=true",
         "frontier:smaller=4",
         "frontier:per_pair=true",
     ]

@@ -48,11 +48,9 @@ def dense(lengths: list[int], seed: int = 0, dim: int = DIM) -> DenseSegment:
     return DenseSegment(keys, values, layout, first=[5] * len(lengths))
 
 
-def coded(
-    bits: Any = (4, 4), lengths: list[int] = LENGTHS, seed: int = 0, dim: int = DIM, sketch: bool = False
-) -> CodedSegment:
+def coded(bits: Any = (4, 4), lengths: list[int] = LENGTHS, seed: int = 0, dim: int = DIM) -> CodedSegment:
     pairs = dense(lengths, seed, dim)
-    segment = RotatedCodec(bits, 0, 3, sketch=sketch).encode(pairs, Sealing(2))
+    segment = RotatedCodec(bits, 0, 3).encode(pairs, Sealing(2))
     segment.describe(pairs, without=())
     assert isinstance(segment, CodedSegment)
     return segment
@@ -114,48 +112,6 @@ def test_codes_are_those_of_the_formula_in_double_precision(bits: tuple[int, int
         torch.testing.assert_close(segment.read(slice(None))[i].double(), expected, atol=1e-2, rtol=4e-3)
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4])
-def test_a_sketch_takes_the_bias_from_products_and_nothing_else_does(bits: int) -> None:
-    """Over many matrices the mean product is the exact one, where levels alone shrink it; a sketch has the larger variance."""
-    vectors, queries = torch.randn(2, 50, 64, generator=torch.Generator().manual_seed(0))
-    exact, mean, errors = (queries * vectors).sum(dim=1), {}, {}
-    for sketch in (False, True):
-        pairs, products = DenseSegment(vectors, vectors, Layout([50])), []
-        for seed in range(200):
-            codec = RotatedCodec((bits, 2), 2 * seed, 0, sketch=sketch)
-            products.append((queries * codec.encode(pairs, Sealing(1)).read(slice(None))[0]).sum(dim=1))
-        by_seed = torch.stack(products)
-        mean[sketch] = float((by_seed.mean(0) * exact).sum() / exact.square().sum())
-        errors[sketch] = float((by_seed - exact).square().mean())
-    share = DISTORTION[bits - 1]
-    spread = float((errors[True] / (200 * exact.square().sum())) ** 0.5)
-    assert abs(mean[True] - 1) < 4 * spread
-    assert 1 - mean[False] > 0.3 * DISTORTION[bits]
-    assert errors[False] < errors[True] < math.pi / 2 * share * float(queries.square().sum(1).mean())
-
-
-@pytest.mark.parametrize("bits", [2, 4])
-def test_a_sketch_is_the_sign_of_the_error_in_a_basis_of_its_own(bits: int) -> None:
-    pairs, segment = dense(LENGTHS), coded((bits, 4), sketch=True)
-    basis, sketch_basis, level = (
-        rotation(DIM, 0, CPU).double(),
-        rotation(DIM, -1, CPU).double(),
-        levels(bits - 1, CPU).flatten(),
-    )
-    x = pairs.keys.double()
-    size = x.norm(dim=1, keepdim=True) / math.sqrt(DIM)
-    coarse = level.double()[((x / size @ basis)[..., None] - level).abs().argmin(-1)] @ basis.T
-    sign = ((x / size - coarse) @ sketch_basis).sign() @ sketch_basis.T
-    expected = size * (coarse + math.sqrt(math.pi / 2 * DISTORTION[bits - 1]) * sign)
-    wrong = (segment.read(slice(None))[0] - expected).abs() > 1e-2 + 4e-3 * expected.abs()
-    assert wrong.any(dim=1).float().mean() < 0.02  # float32 may round across a boundary
-
-
-def test_a_sketch_needs_a_bit_to_take() -> None:
-    with pytest.raises(ValueError, match=r"bits of keys must be 2 or more, got bits=\(1, 2\)"):
-        kvpress.TurboQuantPress((1, 2), qjl=True)
-
-
 def test_norms_are_kept() -> None:
     segment, pairs = coded((2, 3)), dense(LENGTHS)
     for decoded, exact in zip(segment.read(slice(None)), (pairs.keys, pairs.values), strict=True):
@@ -191,22 +147,12 @@ def test_constant_zero_huge_and_tiny_vectors_stay_finite() -> None:
 
 @pytest.mark.parametrize("level", [None, *(build.supported_levels() if launch.level() else ())])
 @pytest.mark.parametrize(
-    ("bits", "sketch"),
-    [
-        ((2, 2), False),
-        ((3, 3), False),
-        ((4, 4), False),
-        ((4, 2), False),
-        ((8, 8), False),
-        ((2, 4), True),
-        ((3, 3), True),
-    ],
+    "bits",
+    [(2, 2), (3, 3), (4, 4), (4, 2), (8, 8)],
 )
 @pytest.mark.parametrize("queries", [1, 7])
-def test_every_kernel_attends_as_to_decoded_pairs(
-    bits: tuple[int, int], sketch: bool, level: str | None, queries: int
-) -> None:
-    segment = coded(bits, [300, 0, 70, 28], sketch=sketch)
+def test_every_kernel_attends_as_to_decoded_pairs(bits: tuple[int, int], level: str | None, queries: int) -> None:
+    segment = coded(bits, [300, 0, 70, 28])
     keys, values = segment.read(slice(None))
     q = torch.randn(4, queries, DIM, generator=torch.Generator().manual_seed(1))
     segment.log_weight = torch.rand(segment.layout.total, generator=torch.Generator().manual_seed(2))
@@ -226,13 +172,10 @@ def test_every_kernel_attends_as_to_decoded_pairs(
         torch.testing.assert_close(lse[n], expected[1][0], atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("sketch", [False, True])
 @pytest.mark.parametrize("kernels", ["0", "1"])
-def test_whole_and_chosen_pairs_are_read_as_they_decode(
-    kernels: str, sketch: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whole_and_chosen_pairs_are_read_as_they_decode(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVPRESS_CPU_KERNELS", kernels)
-    segment, logits = coded((4, 3), [40, 40], sketch=sketch), Logits(0.2)
+    segment, logits = coded((4, 3), [40, 40]), Logits(0.2)
     q = torch.randn(2, 3, DIM, generator=torch.Generator().manual_seed(1))
     keys, values = (side.view(2, 40, DIM) for side in segment.read(slice(None)))
     listed = torch.tensor([[1, 4, 9, 30], [2, 3, 17, 39]])
@@ -250,9 +193,8 @@ def test_whole_and_chosen_pairs_are_read_as_they_decode(
             torch.testing.assert_close(actual_tensor, expected_tensor, atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("sketch", [False, True])
-def test_pairs_survive_being_taken_joined_saved_and_copied(sketch: bool) -> None:
-    original = coded(sketch=sketch)
+def test_pairs_survive_being_taken_joined_saved_and_copied() -> None:
+    original = coded()
     decoded = original.read(slice(None))
 
     def same(segment: CodedSegment, rows: Tensor) -> None:
@@ -269,16 +211,13 @@ def test_pairs_survive_being_taken_joined_saved_and_copied(sketch: bool) -> None
     same(original.take(rows, layout), rows)
     same(unpack(*pack(original)), all_rows)
     same(copy.deepcopy(original), all_rows)
-    assert original.joinable(coded(seed=1, sketch=sketch))
-    assert not original.joinable(coded((4, 3), sketch=sketch))
-    assert not original.joinable(coded(sketch=not sketch))
+    assert original.joinable(coded(seed=1))
+    assert not original.joinable(coded((4, 3)))
 
 
-@pytest.mark.parametrize(
-    ("bits", "dim", "sketch"), [((4, 4), 32, False), ((2, 4), 64, True), ((3, 3), 128, False), ((3, 3), 128, True)]
-)
-def test_bytes_per_pair_are_those_of_the_formula(bits: tuple[int, int], dim: int, sketch: bool) -> None:
-    segment, codec = coded(bits, [64, 64], dim=dim, sketch=sketch), RotatedCodec(bits, 0, 3, sketch=sketch)
+@pytest.mark.parametrize(("bits", "dim"), [((4, 4), 32), ((2, 4), 64), ((3, 3), 128)])
+def test_bytes_per_pair_are_those_of_the_formula(bits: tuple[int, int], dim: int) -> None:
+    segment, codec = coded(bits, [64, 64], dim=dim), RotatedCodec(bits, 0, 3)
     storage = segment.storage()
     assert set(storage) == {"codes", "scales", "tables"}
     assert sum(t.nbytes for name in ("codes", "scales") for t in storage[name]) == 128 * codec.pair_bytes(
@@ -292,7 +231,7 @@ def test_bytes_per_pair_are_those_of_the_formula(bits: tuple[int, int], dim: int
 
 @pytest.mark.parametrize(
     "spec",
-    ["turboquant", "turboquant:bits=(3,2)", "snapkv:0.5 + turboquant:bits=3,sinks=4,qjl=true"],
+    ["turboquant", "turboquant:bits=(3,2)", "snapkv:0.5 + turboquant:bits=3,sinks=4"],
 )
 def test_the_plan_equals_the_bytes_after_a_prefill(spec: str) -> None:
     model, press = kvpress.load_model("reference")[0], kvpress.get_press(spec)
@@ -307,14 +246,14 @@ def test_the_plan_equals_the_bytes_after_a_prefill(spec: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "qjl"),
-    [("llama", False), ("llama", True), ("qwen3", False), ("phi3", True), ("gemma3_text", False), ("gpt_oss", True)],
+    "family",
+    ["llama", "qwen3", "phi3", "gemma3_text", "gpt_oss"],
 )
-def test_decoding_equals_attention_over_the_decoded_pairs(family: str, qjl: bool) -> None:
+def test_decoding_equals_attention_over_the_decoded_pairs(family: str) -> None:
     model = tiny_model(family, "eager" if family == "gpt_oss" else "sdpa")
     ids, mask = padded_batch([75, 60, 52])
     cache = DynamicCache(config=model.config)
-    with kvpress.TurboQuantPress(4, residual_length=8, qjl=qjl)(model):
+    with kvpress.TurboQuantPress(4, residual_length=8)(model):
         model(ids, attention_mask=mask, past_key_values=cache, position_ids=position_ids(mask))
         decoded = copy.deepcopy(cache)
         for store in (decoded.layers[i].store for i in full_layers(model)):
