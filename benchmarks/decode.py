@@ -46,7 +46,7 @@ from kvpress.hf.cache.layer import PressLayer
 from kvpress.hf.models import with_cache
 from kvpress.quant.codebook import CodedSegment
 from kvpress.quant.press import pair
-from kvpress.sparse.channels import Channels
+from kvpress.sparse.channels import ChannelTable
 
 STEPS = 4
 OURS: dict[str, tuple[str, tuple[float, ...] | None]] = {
@@ -159,9 +159,9 @@ class RandomPredictors(kvpress.AquaKVPress):
 class RandomChannels(kvpress.DoubleSparsityPress):
     """Double Sparsity with random channels, which cost as much to read as calibrated ones."""
 
-    def known_channels(self, model: Any) -> Channels:
+    def known_channels(self, model: Any) -> ChannelTable:
         generator = torch.Generator().manual_seed(0)
-        return Channels({layer: torch.randn(4, 64, generator=generator).argsort() for layer in range(8)})
+        return ChannelTable({layer: torch.randn(4, 64, generator=generator).argsort() for layer in range(8)})
 
 
 STAND_INS = {

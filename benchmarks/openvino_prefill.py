@@ -35,7 +35,7 @@ import kvpress
 from benchmarks.machine import cpu_model
 from benchmarks.pages import DOCS, put
 from benchmarks.patterns import density, random_prompt
-from kvpress.core.pattern import Pattern, Prompt
+from kvpress.core.pattern import Pattern, PromptTensors
 
 THRESHOLDS = (0.8, 0.5, 0.2)
 BLOCK, STRIDE, PAGE = 64, 8, 32
@@ -43,7 +43,7 @@ BLOCK, STRIDE, PAGE = 64, 8, 32
 Run = Callable[[], Tensor]
 
 
-def local_prompt(length: int, width: int = 256) -> Prompt:
+def local_prompt(length: int, width: int = 256) -> PromptTensors:
     """Return a layer whose queries attend to about `width` neighbours, with noise added."""
     prompt = random_prompt(length)
     turns = torch.arange(length)[:, None] * torch.randn(64) / width + 2 * torch.pi * torch.rand(64)
@@ -54,7 +54,7 @@ def local_prompt(length: int, width: int = 256) -> Prompt:
 PROMPTS = {"diffuse": random_prompt, "local": local_prompt}
 
 
-def dense(prompt: Prompt) -> Tensor:
+def dense(prompt: PromptTensors) -> Tensor:
     """Return full attention by torch."""
     return torch.nn.functional.scaled_dot_product_attention(
         prompt.queries, prompt.keys, prompt.values, is_causal=True, enable_gqa=True
@@ -67,7 +67,7 @@ def ours(threshold: float) -> Pattern:
     return pattern
 
 
-def openvino(prompt: Prompt, threads: int) -> Callable[[float | None], Run]:
+def openvino(prompt: PromptTensors, threads: int) -> Callable[[float | None], Run]:
     """Return a function that attends with a threshold, or fully, by OpenVINO's operator of paged attention.
 
     Raises:

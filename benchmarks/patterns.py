@@ -36,9 +36,9 @@ from benchmarks.machine import cpu_model
 from benchmarks.pages import DOCS, put
 from benchmarks.quality_figures import write_figure
 from kvpress.cache.attention import Logits
-from kvpress.core.pattern import Pattern, Prompt
+from kvpress.core.pattern import Pattern, PromptTensors
 from kvpress.kernels import Tiles
-from kvpress.sparse.tiling import Reading
+from kvpress.sparse.tiling import FunctionPattern
 from kvpress.sparse.zipvl import SideBySide
 
 DENSITIES = (1.0, 0.5, 0.25, 0.12, 0.06)
@@ -74,12 +74,12 @@ PAGE = DOCS / "prefill.md"
 FIGURE = DOCS / "prefill.png"
 
 
-def random_prompt(length: int) -> Prompt:
+def random_prompt(length: int) -> PromptTensors:
     """Return a layer whose queries attend to their neighbours and to the first tokens, with noise added."""
     torch.manual_seed(0)
     queries, keys, values = (torch.randn(1, heads, length, 64) for heads in (8, 2, 2))
     keys[:, :, :4] += 1
-    return Prompt(queries + 0.5, keys, values, Logits(64**-0.5))
+    return PromptTensors(queries + 0.5, keys, values, Logits(64**-0.5))
 
 
 def seconds(run: Any, rounds: int) -> float:
@@ -93,7 +93,7 @@ def seconds(run: Any, rounds: int) -> float:
     return min(times)
 
 
-def density(pattern: Pattern, tiles: Tiles, prompt: Prompt) -> float:
+def density(pattern: Pattern, tiles: Tiles, prompt: PromptTensors) -> float:
     """Return the share of the pairs that a pattern reads, of those a causal mask allows; blocks count as a whole in both."""
     share = of_tiles(tiles, prompt)
     if isinstance(pattern, SideBySide):
@@ -101,7 +101,7 @@ def density(pattern: Pattern, tiles: Tiles, prompt: Prompt) -> float:
     return min(1.0, share)
 
 
-def of_tiles(tiles: Tiles, prompt: Prompt) -> float:
+def of_tiles(tiles: Tiles, prompt: PromptTensors) -> float:
     """Return the share of the pairs that lie in tiles."""
     lists = tiles.lists(prompt.new, prompt.total)
     lengths, block, total = lists.ends.diff(prepend=lists.ends.new_zeros(1)), tiles.block, prompt.total
@@ -134,7 +134,7 @@ def timed(lengths: list[int], rounds: int) -> list[dict[str, Any]]:
             press: Any = kvpress.get_press(spec)
             pattern: Pattern = press.pattern_at(press.skip_layers if hasattr(press, "skip_layers") else 0)
 
-            def read(pattern: Pattern = pattern, prompt: Prompt = prompt) -> Tensor:
+            def read(pattern: Pattern = pattern, prompt: PromptTensors = prompt) -> Tensor:
                 return pattern.read(prompt)[0]
 
             spent = seconds(read, rounds)
@@ -163,11 +163,11 @@ def chosen_density(spec: str, length: int) -> float:
     plain = press.pattern_at
 
     def noted(layer: int) -> Pattern | None:
-        pattern: Reading | None = plain(layer)
+        pattern: FunctionPattern | None = plain(layer)
         if pattern is not None:
             choose = pattern.choose
 
-            def tiles(prompt: Prompt) -> Tiles:
+            def tiles(prompt: PromptTensors) -> Tiles:
                 chosen = choose(prompt)
                 densities.append(density(pattern, chosen, prompt))
                 return chosen

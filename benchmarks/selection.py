@@ -35,7 +35,7 @@ from kvpress.cache.window import Window
 from kvpress.core.press import BasePress
 from kvpress.core.selector import Selector
 from kvpress.observe.call import AttentionLayer, LayerCall, NewTokens
-from kvpress.sparse.channels import Channels
+from kvpress.sparse.channels import ChannelTable
 from kvpress.sparse.double_sparsity import DoubleSparsitySelector
 
 HEADS, GROUPS, DIM = 4, 4, 64
@@ -132,7 +132,7 @@ def selector_of(press: BasePress, layer: int) -> Selector | None:
     selector = press.recipe().selector_at(layer)
     if isinstance(selector, DoubleSparsitySelector):
         channels = torch.randn(HEADS, DIM, generator=torch.Generator().manual_seed(layer)).argsort()
-        selector.load(Channels({layer: channels}), layer)
+        selector.load(ChannelTable({layer: channels}), layer)
     return selector
 
 

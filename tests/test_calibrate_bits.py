@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import kvpress
 from kvpress.calibrate import BitsSettings, CoupledSettings, calibrate
 from kvpress.cli import app
-from kvpress.core.host import Asked
+from kvpress.core.host import AttentionInputs
 from kvpress.hf.attention.attention_override import attending
 from tests.models import full_layers, padded_batch, tiny_model, tokens
 
@@ -38,7 +38,7 @@ def rounded(side: Tensor, bits: int, by_token: bool) -> Tensor:
     return (low + ((groups - low) / step).round() * step).reshape(side.shape)
 
 
-def outputs(call: Asked, keys: Tensor, values: Tensor) -> Tensor:
+def outputs(call: AttentionInputs, keys: Tensor, values: Tensor) -> Tensor:
     groups = call.queries.shape[1] // keys.shape[1]
     keys, values = (side.repeat_interleave(groups, dim=1) for side in (keys, values))
     logits = call.queries @ keys.transpose(2, 3) * call.logits.scale
@@ -55,7 +55,7 @@ def test_errors_are_relative_errors_of_attention_outputs(family: str, tmp_path: 
     tensors = calibrate(model, ids, BitsSettings(3.0, WIDTHS), tmp_path / "bits.safetensors").tensors
     layers = full_layers(model)
     assert set(tensors) == {f"{layer}.{name}" for layer in layers for name in ("bits", "errors")}
-    seen: dict[int, Asked] = {}
+    seen: dict[int, AttentionInputs] = {}
     with attending(model, lambda call: seen.__setitem__(call.layer, call)):
         model(ids)
     for layer in layers:

@@ -16,7 +16,7 @@ import kvpress
 from kvpress.calibrate import DuoAttentionSettings, KVzipHeadSettings, RLKVSettings, calibrate
 from kvpress.calibrate.gates import Gated, frozen
 from kvpress.cli import app
-from kvpress.core.host import Asked, host
+from kvpress.core.host import AttentionInputs, host
 from kvpress.core.registry import find
 from kvpress.presses.head_table import read_head_table
 from tests.caches import prefill
@@ -28,7 +28,7 @@ SINKS, RECENT, LENGTH, START = 2, 5, 30, 22
 def looped_attention(gates: Tensor, growing: list[int]) -> Any:
     """Return an attention function that loops over query heads; queries from `START` on are gated, others are not."""
 
-    def attend(call: Asked) -> Tensor:
+    def attend(call: AttentionInputs) -> Tensor:
         batch, heads, length, _ = call.queries.shape
         out = torch.zeros(batch, heads, length, call.values.shape[3])
         kv_heads = call.keys.shape[1]
@@ -93,7 +93,7 @@ def test_frozen_restores_the_model_after_an_error() -> None:
     before = model.config._attn_implementation
     requires_grad = [p.requires_grad for p in model.parameters()]
 
-    def fails(call: Asked) -> Tensor:
+    def fails(call: AttentionInputs) -> Tensor:
         raise KeyError(call.layer)
 
     with pytest.raises(KeyError), frozen(model), host().attending(model, fails):

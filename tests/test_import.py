@@ -195,3 +195,15 @@ with press(model):
     print(model.generate(torch.ones(1, 40, dtype=torch.long), max_new_tokens=2, do_sample=False).shape[1])
 """
     assert python(code) == "42"
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    files: dict[str, list[str]] = {}
+    for folder in (PACKAGE, PACKAGE.parent / "eval" / "kvpress_eval"):
+        for path in sorted(folder.rglob("*.py")):
+            if "data" in path.parts:
+                continue
+            for node in ast.parse(path.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    files.setdefault(node.name, []).append(str(path.relative_to(PACKAGE.parent)))
+    assert not {name: places for name, places in files.items() if len(places) > 1}

@@ -57,7 +57,7 @@ _NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 
 @dataclass(frozen=True)
-class Block:
+class TensorBlock:
     """Tensors that are written together."""
 
     name: str
@@ -271,7 +271,7 @@ def _contents(places: Mapping[str, Place], blocks: Sequence[tuple[str, int, int]
 class Writing:
     """Layout of blocks for writing: `header`, and the bytes of each block."""
 
-    def __init__(self, about: dict[str, Any], blocks: Sequence[Block], compress: str | None = None) -> None:
+    def __init__(self, about: dict[str, Any], blocks: Sequence[TensorBlock], compress: str | None = None) -> None:
         check_compression(compress)
         self.header = Header(about)
         self._parts: list[list[Tensor | bytes]] = []

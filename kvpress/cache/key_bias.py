@@ -14,7 +14,7 @@ from torch import Tensor
 from kvpress import kernels
 from kvpress.cache.codec import Sealing
 from kvpress.cache.offset import KeyOffset, Spread, positions_of
-from kvpress.cache.rotation import Channels, rotation_of
+from kvpress.cache.rotation import RotaryChannels, rotation_of
 from kvpress.cache.segment import DenseSegment, Segment
 
 LIMIT = 13.0
@@ -96,7 +96,7 @@ def _encoded(segments: Sequence[Segment], streams: int) -> list[Segment | None]:
     return first_segments
 
 
-def _needed(segment: DenseSegment, spread: Spread, sealing: Sealing, channels: Channels) -> tuple[Tensor, Tensor]:
+def _needed(segment: DenseSegment, spread: Spread, sealing: Sealing, channels: RotaryChannels) -> tuple[Tensor, Tensor]:
     """Return the mean unrotated key of every stream, float32 `[N, D]`, and whether the stream needs an offset, bool `[N]`."""
     rotation = sealing.rotation
     assert rotation is not None  # noqa: S101 - the caller checked

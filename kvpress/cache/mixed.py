@@ -15,7 +15,7 @@ from kvpress import kernels
 from kvpress.cache.attention import Logits, Partial, merge
 from kvpress.cache.layout import Layout, interleave
 from kvpress.cache.segment import OfStreams, Segment
-from kvpress.cache.storage import Axis, Choice, own, part
+from kvpress.cache.storage import Axis, RowChoice, own, part
 
 
 @dataclass(eq=False)
@@ -167,14 +167,14 @@ class MixedSegment(Segment):
             received[second == bool(p)] = segment.mass(queries, logits, lse)
         return received
 
-    def _choices(self, choice: Choice) -> dict[str, Choice]:
+    def _choices(self, choice: RowChoice) -> dict[str, RowChoice]:
         second, ranks = self._places()
         is_second, part_rows = second[choice.rows], ranks[choice.rows]
         stream = choice.layout.streams_of(torch.arange(choice.layout.total, device=is_second.device))
         chosen = {}
         for name, in_part in (("one", ~is_second), ("other", is_second)):
             layout = Layout(torch.bincount(stream[in_part], minlength=choice.layout.streams).tolist())
-            chosen[name] = Choice(part_rows[in_part], layout, layout)
+            chosen[name] = RowChoice(part_rows[in_part], layout, layout)
         return chosen
 
 

@@ -23,7 +23,7 @@ TOLERANCE = 1e-2
 
 
 @dataclass(frozen=True)
-class Channels:
+class RotaryChannels:
     """Pairs of channels that a rotary embedding rotates together."""
 
     index: Tensor
@@ -32,7 +32,7 @@ class Channels:
     """Order of channels `[D]`, int64, in which i and i + h of the first 2 h are a rotary pair; None for the given order."""
 
     @classmethod
-    def of(cls, rotate: Rotate | None, cos: Tensor, sin: Tensor, dim: int) -> Channels | None:
+    def of(cls, rotate: Rotate | None, cos: Tensor, sin: Tensor, dim: int) -> RotaryChannels | None:
         """Detect rotary pairs by rotating each of `dim` unit vectors; return None where the model rotates no pairs.
 
         `rotate` is the model's function, None for rotation of two halves; `cos` and `sin [1, 1, d]` belong to one position.
@@ -80,10 +80,10 @@ class Rotation:
     known: bool = True
     """Whether both the angles and the rotary function of the model were located."""
 
-    def channels(self, dim: int, device: torch.device) -> Channels | None:
+    def channels(self, dim: int, device: torch.device) -> RotaryChannels | None:
         """Return the rotary pairs among `dim` channels; None where the model rotates no pairs."""
         cos, sin = (part[:, 1:].float() for part in self.angles(torch.arange(2, device=device)[None]))
-        return Channels.of(self.rotate, cos, sin, dim)
+        return RotaryChannels.of(self.rotate, cos, sin, dim)
 
 
 class Placed(Protocol):

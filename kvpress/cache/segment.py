@@ -23,8 +23,8 @@ from torch import Tensor
 from kvpress import kernels
 from kvpress.cache.layout import Layout, interleave, row_numbers, spans
 from kvpress.cache.offset import KeyOffset
-from kvpress.cache.segment_attention import Attended, Block
-from kvpress.cache.storage import Choice, Held, Joint, derived, own, part, per_pair, per_pair_or_zero
+from kvpress.cache.segment_attention import Attended, DenseBlock
+from kvpress.cache.storage import Held, Joint, RowChoice, derived, own, part, per_pair, per_pair_or_zero
 from kvpress.cache.tier import FileTier, MemoryTier, in_file
 
 SegmentT = TypeVar("SegmentT", bound="Segment")
@@ -147,11 +147,11 @@ class Segment(Held, Attended, ABC):
     def take(self: SegmentT, rows: Tensor, layout: Layout) -> SegmentT:
         """Return the segment of flat `rows` (int64, on the host), laid out as `layout`."""
         rows = rows.to(self.device)
-        selected = self._take(Choice(rows, layout, self.layout))
+        selected = self._take(RowChoice(rows, layout, self.layout))
         selected._set_slots(self.slots().index_select(0, rows))
         return selected
 
-    def _take(self: SegmentT, choice: Choice) -> SegmentT:
+    def _take(self: SegmentT, choice: RowChoice) -> SegmentT:
         """Return the segment of the chosen rows, without slots."""
         selected = super()._take(replace(choice, origin=self.layout))
         selected.layout, selected._held_slots, selected.first = choice.layout, None, (0,) * choice.layout.streams
@@ -324,17 +324,17 @@ class DenseSegment(Segment):
             return self.keys[rows], self.values[rows]
         return self.keys.index_select(0, rows), self.values.index_select(0, rows)
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[DenseBlock]:
         layout = self.layout
         if layout.uniform and layout.longest:
             shape = (layout.streams, layout.longest, -1)
             all_rows = slice(0, layout.total)
-            yield Block(slice(0, layout.streams), all_rows, self.keys.view(shape), self.values.view(shape))
+            yield DenseBlock(slice(0, layout.streams), all_rows, self.keys.view(shape), self.values.view(shape))
             return
         for n in range(layout.streams):
             rows = layout.rows(n)
             if rows.stop > rows.start:
-                yield Block(slice(n, n + 1), rows, self.keys[None, rows], self.values[None, rows])
+                yield DenseBlock(slice(n, n + 1), rows, self.keys[None, rows], self.values[None, rows])
 
     def operand(self) -> kernels.Rows | None:
         return kernels.Rows(kernels.Dense(self.keys), kernels.Dense(self.values), log_weight=self.log_weight)

@@ -22,7 +22,7 @@ BLOCK_ROWS = 4096
 
 
 @dataclass
-class Block:
+class DenseBlock:
     """Dense pairs of some streams."""
 
     streams: slice
@@ -67,7 +67,7 @@ class Attended(ABC):
         vars(self)["_read_as"] = None  # it may refer to the old tensors
         super().__setattr__(name, value)
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[DenseBlock]:
         """Yield dense blocks that cover all pairs, each small enough to avoid a dense copy."""
         layout = self.layout
         for n in range(layout.streams):
@@ -75,7 +75,7 @@ class Attended(ABC):
             for start in range(rows.start, rows.stop, BLOCK_ROWS):
                 part = slice(start, min(start + BLOCK_ROWS, rows.stop))
                 keys, values = self.read(part)
-                yield Block(slice(n, n + 1), part, keys[None], values[None])
+                yield DenseBlock(slice(n, n + 1), part, keys[None], values[None])
 
     @property
     def computes_operands(self) -> bool:
@@ -164,7 +164,7 @@ class Attended(ABC):
             out[start], lse[start] = stream_out[0], stream_lse[0]
         return out, lse
 
-    def _weight_of(self, block: Block) -> Tensor | None:
+    def _weight_of(self, block: DenseBlock) -> Tensor | None:
         weight = self.log_weight
         return None if weight is None else weight[block.rows].view(block.keys.shape[:2])
 

@@ -57,7 +57,7 @@ _SETTING = Declared("setting")
 
 
 @dataclass(frozen=True)
-class Choice:
+class RowChoice:
     """Rows that a new storage is made of."""
 
     rows: Tensor
@@ -170,7 +170,7 @@ class Held:
     def _place(self) -> None:
         """Move new tensors to the tier of the format."""
 
-    def _take(self: HeldT, choice: Choice) -> HeldT:
+    def _take(self: HeldT, choice: RowChoice) -> HeldT:
         """Return the storage of some rows."""
         inside = self._choices(choice)
         groups: dict[str, Tensor] = {}
@@ -193,7 +193,7 @@ class Held:
 
         return self._with(taken)
 
-    def _choices(self, choice: Choice) -> dict[str, Choice]:
+    def _choices(self, choice: RowChoice) -> dict[str, RowChoice]:
         """Return the choice for each part that stores some of the pairs only."""
         del choice
         return {}

@@ -10,13 +10,13 @@ from kvpress.cache.store import KVStore
 
 
 def real_slots(store: KVStore, mask: Tensor | None) -> list[Tensor]:
-    """Return the slots of the real tokens of every row, int64, ascending, on the host; `mask [B, seen]` as in `Stored`."""
+    """Return the slots of the real tokens of every row, int64, ascending, on the host; `mask [B, seen]` as in `StoredPairs`."""
     if mask is None:
         return [torch.arange(store.seen)] * store.batch
     return [row.nonzero().flatten() for row in mask.cpu()]
 
 
-class Stored:
+class StoredPairs:
     """Pairs of one layer without padding: `slots[n]` are the slots of stream `n`, int64, ascending, on the host.
 
     Pairs without a token, whose slot is negative, get the slot of the previous pair, if there is one.

@@ -18,10 +18,10 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from kvpress.calibrate.run import FinishedLayers, Report, Settings
+from kvpress.calibrate.run import CalibrationSettings, FinishedLayers, Report
 from kvpress.core.calibration import Calibration, write_whole
 from kvpress.core.checks import Count, NotNegative, Positive, Range, Size, check_fields
-from kvpress.core.host import Asked, host
+from kvpress.core.host import AttentionInputs, host
 from kvpress.core.model import ModelFacts
 
 TENSOR = "gates"
@@ -30,7 +30,7 @@ PairsByLayer = dict[int, tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class TableSettings(Settings):
+class TableSettings(CalibrationSettings):
     """Settings of a method that writes a table of heads (`.tsv`), which `duo_attention` and `rlkv` read."""
 
     def check(self, model: ModelFacts) -> None:
@@ -202,7 +202,7 @@ class Gated:
         finally:
             self.starts = None
 
-    def __call__(self, call: Asked) -> Tensor | None:
+    def __call__(self, call: AttentionInputs) -> Tensor | None:
         if self.starts is None:
             self.pairs[call.layer] = call.keys.float(), call.values.float()
             return None
@@ -241,7 +241,9 @@ class Gated:
         per_head: Tensor = out.unflatten(2, (-1, new))
         return per_head.flatten(1, 2)
 
-    def weights(self, call: Asked, logits: Callable[..., Tensor], visible: Tensor, in_window: Tensor) -> Tensor:
+    def weights(
+        self, call: AttentionInputs, logits: Callable[..., Tensor], visible: Tensor, in_window: Tensor
+    ) -> Tensor:
         """Return attention weights `[B, H, G, n, S]`.
 
         Args:

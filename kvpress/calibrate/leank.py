@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from kvpress.calibrate.gates import Distilled, Gated, softmax
-from kvpress.calibrate.run import Settings
+from kvpress.calibrate.run import CalibrationSettings
 from kvpress.core.calibration import Calibration
 from kvpress.core.checks import Count, NotNegative, Positive, Size
-from kvpress.core.host import Asked
+from kvpress.core.host import AttentionInputs
 from kvpress.core.model import ModelFacts
 from kvpress.quant.leank import METHOD
 
@@ -23,7 +23,9 @@ from kvpress.quant.leank import METHOD
 class Scaled(Gated):
     """Attention function whose gates `[L, H, D]` scale the channels of keys outside of sinks and window."""
 
-    def weights(self, call: Asked, logits: Callable[..., Tensor], visible: Tensor, in_window: Tensor) -> Tensor:
+    def weights(
+        self, call: AttentionInputs, logits: Callable[..., Tensor], visible: Tensor, in_window: Tensor
+    ) -> Tensor:
         mixed = torch.where(in_window, logits(), logits(self.gates[call.layer]))
         return softmax(mixed.masked_fill(~visible, -torch.inf), call.sinks)
 
@@ -56,13 +58,13 @@ class LeanKSettings(Distilled):
             raise ValueError(f"{self.method} needs the same head dim in every layer, which {model.name} does not have")
 
     def check_out(self, out: Path) -> None:
-        Settings.check_out(self, out)
+        CalibrationSettings.check_out(self, out)
 
     def outputs(self, out: Path) -> tuple[Path, ...]:
-        return Settings.outputs(self, out)
+        return CalibrationSettings.outputs(self, out)
 
     def write(self, result: Calibration, model: ModelFacts, out: Path) -> None:
-        Settings.write(self, result, model, out)
+        CalibrationSettings.write(self, result, model, out)
 
     def attention(self, gates: Tensor, growing: set[int]) -> Gated:
         return Scaled(gates, growing, self.sink_size, self.recent_size)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpress.calibrate.repeated import SINKS, read_twice
-from kvpress.calibrate.run import FinishedLayers, Report, Settings
+from kvpress.calibrate.run import CalibrationSettings, FinishedLayers, Report
 from kvpress.core.checks import check_fields
 from kvpress.core.host import host
 from kvpress.core.model import ModelFacts
@@ -26,7 +26,7 @@ NEWEST = 1
 
 
 @dataclass(frozen=True)
-class LUKVSettings(Settings):
+class LUKVSettings(CalibrationSettings):
     """Budgets per head and ratio that maximise the worth of the pairs that `press` keeps, for `lukv`.
 
         U[l, h](k) = sum of the worth of the k pairs that the press scores highest

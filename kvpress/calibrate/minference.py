@@ -14,7 +14,7 @@ from kvpress.calibrate.questions import SAMPLED_QUERIES, logits_of, query_positi
 from kvpress.calibrate.run import Observed
 from kvpress.core.checks import Count, check_fields
 from kvpress.core.model import ModelFacts
-from kvpress.core.pattern import Prompt
+from kvpress.core.pattern import PromptTensors
 from kvpress.kernels import Tiles
 from kvpress.observe.call import LayerCall
 from kvpress.observe.observer import Observer
@@ -80,7 +80,7 @@ class PatternShares(Observer):
 
     def observe(self, call: LayerCall) -> None:
         keys, values = written_pairs(call)
-        prompt = Prompt(call.queries, keys, values, call.logits, call.layer.index)
+        prompt = PromptTensors(call.queries, keys, values, call.logits, call.layer.index)
         total, heads = prompt.total, prompt.queries.shape[1]
         positions = query_positions(total, keys.device)
         # The comparison ignores learned sinks.

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpress.calibrate.run import FinishedLayers, Report, Settings
+from kvpress.calibrate.run import CalibrationSettings, FinishedLayers, Report
 from kvpress.core.checks import Count, Positive, Size, check_fields
 from kvpress.core.host import host
 from kvpress.core.model import ModelFacts
@@ -26,7 +26,7 @@ SINKS = KVzipPress.n_sink
 HIDDEN = Wanted(HiddenStates, 1, True)
 
 
-class Reading(NamedTuple):
+class LayerSample(NamedTuple):
     """Hidden states and scores of a layer's tokens."""
 
     hidden: Tensor
@@ -35,7 +35,7 @@ class Reading(NamedTuple):
     """KVzip scores `[H, T]`, infinite for sinks."""
 
 
-def read_twice(model: Any, ids: Tensor, plus: bool) -> dict[int, Reading]:
+def read_twice(model: Any, ids: Tensor, plus: bool) -> dict[int, LayerSample]:
     """Read `ids [T]` twice and return the `kvzip` scores of every layer whose cache grows.
 
     The second reading follows the first directly. With `plus`, attention is weighted by the output of the value, as in
@@ -44,7 +44,7 @@ def read_twice(model: Any, ids: Tensor, plus: bool) -> dict[int, Reading]:
     press = _Recording(0.5, kvzip_plus_normalization=plus, repeat_prompt="")
     with torch.no_grad(), press(model):
         model(ids[None].to(model.device))
-    readings: dict[int, Reading] = press.__dict__["readings"]
+    readings: dict[int, LayerSample] = press.__dict__["readings"]
     return readings
 
 
@@ -60,11 +60,11 @@ class _Recording(KVzipPress):
         readings = self.__dict__.setdefault("readings", {})
         for call in finished.calls:
             seen = call.store.observers
-            readings[call.layer.index] = Reading(seen[HIDDEN].states[0], torch.stack(seen[Wanted(Worth)].values))
+            readings[call.layer.index] = LayerSample(seen[HIDDEN].states[0], torch.stack(seen[Wanted(Worth)].values))
 
 
 @dataclass(frozen=True)
-class Predicted(Settings):
+class Predicted(CalibrationSettings):
     """Settings of networks, one per layer, that predict the KVzip scores of a token from its hidden state.
 
     Samples of all layers are in memory until they are trained on.
@@ -102,14 +102,14 @@ class Predicted(Settings):
         groups = {layer.index: layer.heads // layer.kv_heads for layer in host().facts_of(model).growing}
         layers = list(groups)
         missing = [layer for layer in layers if not finished.has(layer)]
-        samples: dict[int, list[Reading]] = {layer: [] for layer in missing}
+        samples: dict[int, list[LayerSample]] = {layer: [] for layer in missing}
         generator = torch.Generator().manual_seed(self.seed)
         for done, ids in enumerate(sequences if missing else ()):
             readings = read_twice(model, ids, self.plus)
             positions = (SINKS + torch.randperm(len(ids) - SINKS, generator=generator)[: self.sample]).to(model.device)
             for layer in missing:
                 hidden, scores = readings[layer]
-                samples[layer].append(Reading(hidden[positions].cpu(), scores[:, positions].T.cpu()))
+                samples[layer].append(LayerSample(hidden[positions].cpu(), scores[:, positions].T.cpu()))
             report("sequences", done + 1, len(sequences))
         report("layers", len(layers) - len(missing), len(layers))
         for layer in missing:

@@ -12,9 +12,9 @@ from torch.nn.functional import kl_div
 
 from kvpress.calibrate.gates import PairsByLayer, frozen, softmax
 from kvpress.calibrate.repeated import read_twice
-from kvpress.calibrate.run import FinishedLayers, Report, Settings
+from kvpress.calibrate.run import CalibrationSettings, FinishedLayers, Report
 from kvpress.core.checks import Count, Positive, Range, Size, check_fields
-from kvpress.core.host import Asked, host
+from kvpress.core.host import AttentionInputs, host
 from kvpress.core.model import ModelFacts
 from kvpress.core.scoring import top
 from kvpress.presses.kvzip import KVzipPress
@@ -28,7 +28,7 @@ RATIOS = (0.5, 0.95)
 
 
 @dataclass(frozen=True)
-class RestoreKVSettings(Settings):
+class RestoreKVSettings(CalibrationSettings):
     """8 learned tokens and a LoRA of rank 8 of all linear layers, for `restorekv`.
 
         loss = KL(full || cut) + KL(cut || full), on the predictions of the answer tokens
@@ -89,12 +89,12 @@ class RestoreKVSettings(Settings):
         }
         return {EMBEDDINGS: learned.embeddings, **named}
 
-    def read(self, model: Any, ids: Tensor, growing: set[int]) -> Prompt:
+    def read(self, model: Any, ids: Tensor, growing: set[int]) -> ReadPrompt:
         """Read a sequence `ids [T]` and return its prompt, with scores, pairs and target."""
         length = len(ids) - self.answer
         with torch.no_grad():
             scores = {layer: reading.scores for layer, reading in read_twice(model, ids[:length], plus=False).items()}
-            prompt = Prompt(ids, length, growing, scores)
+            prompt = ReadPrompt(ids, length, growing, scores)
             with host().attending(model, prompt):
                 prompt.target = model(ids[None], use_cache=False).logits[0, length:].float().log_softmax(dim=-1)
                 for start in (0, -COUNT):
@@ -123,7 +123,7 @@ def distance(cut: Tensor, full: Tensor) -> Tensor:
     return (forward + kl_div(full, cut, reduction="sum", log_target=True)) / len(cut)
 
 
-class Prompt:
+class ReadPrompt:
     """Prompt of a sequence, and the attention function for the tokens that are read after it.
 
     `reads[0]` are the pairs of the prompt. `reads[-COUNT]` are its pairs at positions that are COUNT earlier: learned tokens at
@@ -180,7 +180,7 @@ class Prompt:
         masks = top(flat, count).split([scores.numel() for scores in self.scores.values()])
         return {layer: mask.view_as(scores) for (layer, scores), mask in zip(self.scores.items(), masks, strict=True)}
 
-    def __call__(self, call: Asked) -> Tensor | None:
+    def __call__(self, call: AttentionInputs) -> Tensor | None:
         if self.phase is None:
             return None
         if isinstance(self.phase, int):

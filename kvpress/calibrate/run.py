@@ -29,7 +29,7 @@ Report = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class Settings(ABC):
+class CalibrationSettings(ABC):
     """Settings of a calibration method. Subclasses are dataclasses whose fields are recorded in the file."""
 
     method: ClassVar[str]
@@ -61,7 +61,7 @@ class Settings(ABC):
 
 
 @dataclass(frozen=True)
-class Observed(Settings):
+class Observed(CalibrationSettings):
     """Settings of a method that learns from each layer separately, with one observer per layer."""
 
     layers_at_once: ClassVar[int | None] = None
@@ -95,7 +95,7 @@ class Observed(Settings):
 def calibrate(
     model: Any,
     sequences: Tensor,
-    settings: Settings,
+    settings: CalibrationSettings,
     out: Path,
     source: str = "token ids",
     report: Report = lambda unit, done, total: None,

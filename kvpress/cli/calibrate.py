@@ -16,7 +16,7 @@ from kvpress.cli.console import tokens as token_count
 from kvpress.cli.outputs import check_outputs
 
 if TYPE_CHECKING:
-    from kvpress.calibrate.run import Settings
+    from kvpress.calibrate.run import CalibrationSettings
 
 
 def calibrate_command(
@@ -139,11 +139,11 @@ def calibrate_command(
     typer.echo(f"wrote {out} ({format_bytes(out.stat().st_size)})")
 
 
-def _settings(method: str, options: dict[str, Any]) -> Settings:
+def _settings(method: str, options: dict[str, Any]) -> CalibrationSettings:
     """Return the settings of a method. Raises ValueError for options of other methods."""
     from kvpress.calibrate import METHODS
 
-    settings_class: type[Settings] = METHODS[method]
+    settings_class: type[CalibrationSettings] = METHODS[method]
     accepted = [field.name for field in fields(settings_class)]
     for name in options:
         if name not in accepted:

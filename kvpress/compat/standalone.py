@@ -16,7 +16,7 @@ from kvpress.core.evict import Group, chosen, shares
 from kvpress.core.executor import MASKED
 from kvpress.core.protection import free_pairs
 from kvpress.core.recipe import Eviction
-from kvpress.observe.spans import Spans
+from kvpress.observe.spans import SpanRule
 from kvpress.observe.view import View, score_arguments
 
 
@@ -95,7 +95,7 @@ def compress(
     return view.keys, view.values
 
 
-def _evicted(step: Eviction, view: View, module: Any, protected: Sequence[Spans]) -> View:
+def _evicted(step: Eviction, view: View, module: Any, protected: Sequence[SpanRule]) -> View:
     if step.prepare is not None or step.hook is not None or step.among is not None:
         raise ValueError("this press reads the whole model: use it inside `with press(model)`")
     if step.refit is not None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvpress.core.recipe import Recipe
-from kvpress.observe.spans import Spans
+from kvpress.observe.spans import SpanRule
 
 
 def merge(recipes: Sequence[tuple[Any, Recipe]]) -> Recipe:
@@ -58,6 +58,6 @@ def merge(recipes: Sequence[tuple[Any, Recipe]]) -> Recipe:
     )
 
 
-def protected_by(recipes: Sequence[Recipe]) -> tuple[Spans, ...]:
+def protected_by(recipes: Sequence[Recipe]) -> tuple[SpanRule, ...]:
     """Return the spans that any of the recipes protects, without duplicates."""
     return tuple(dict.fromkeys(rule for recipe in recipes for rule in recipe.protected))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpress.observe.call import LayerCall
-from kvpress.observe.spans import Spans
+from kvpress.observe.spans import SpanRule
 
 QUERIES = 64
 """Queries per block of attention weights."""
@@ -61,7 +61,7 @@ class Entering:
 class Dropping:
     """Tokens of a first prompt that later layers skip."""
 
-    rule: Spans
+    rule: SpanRule
     """Spans of the tokens that may be dropped or merged."""
     layers: tuple[int, ...]
     """Attention layers after which tokens are dropped."""

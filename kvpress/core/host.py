@@ -22,7 +22,7 @@ HOST = "kvpress.hf.host"
 
 
 @dataclass(frozen=True)
-class Asked:
+class AttentionInputs:
     """Inputs of an attention layer in a pass without a cache."""
 
     layer: int
@@ -47,7 +47,7 @@ class Host(Protocol):
     def open_press(self, press: Any, model: Any, capture: bool) -> AbstractContextManager[Any]:
         """Return a context manager that compresses the caches of `model`."""
 
-    def attending(self, model: Any, attend: Callable[[Asked], Tensor | None]) -> AbstractContextManager[None]:
+    def attending(self, model: Any, attend: Callable[[AttentionInputs], Tensor | None]) -> AbstractContextManager[None]:
         """Replace the attention of a model by `attend`, which returns `[B, Hq, n, Dv]`, or None to run the original."""
 
     def facts_of(self, model: Any) -> ModelFacts:

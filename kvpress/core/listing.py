@@ -17,7 +17,7 @@ from kvpress.core.registry import GROUP, ORDER, PACKAGES, default_status, entrie
 
 
 @dataclass(frozen=True)
-class Listed:
+class ListedPress:
     """Row of the table of presses."""
 
     name: str
@@ -32,13 +32,13 @@ class Listed:
     """Evidence for the press, one of `kvpress.core.registry.STATUSES`."""
 
 
-def listed() -> list[Listed]:
+def listed() -> list[ListedPress]:
     """Return all presses by role and name, in the order of `kvpress.list_presses`.
 
     Imports all presses if other packages add some, or if any module with presses was imported before.
     """
     if registered() or entry_points(group=GROUP):
-        return [Listed(entry.name, entry.role, entry.paper, entry.summary, entry.status) for entry in entries()]
+        return [ListedPress(entry.name, entry.role, entry.paper, entry.summary, entry.status) for entry in entries()]
     rows = [line for package in PACKAGES for path in _files(package) for line in _read(path)]
     return sorted(rows, key=lambda line: (ORDER.index(line.role), line.name))
 
@@ -51,7 +51,7 @@ def _files(package: str) -> list[Path]:
     return [path for folder in folders for path in sorted(Path(folder, *rooms).glob("*.py"))]
 
 
-def _read(path: Path) -> Iterator[Listed]:
+def _read(path: Path) -> Iterator[ListedPress]:
     """Yield the presses that a file registers: classes decorated with `@register(...)`, and names in `register(...)(name)`."""
     text = path.read_text(encoding="utf-8")
     if "register(" not in text:
@@ -82,7 +82,7 @@ def _imported(name: str, body: list[ast.stmt]) -> ast.ClassDef:
     return next(node for node in classes if node.name == name)
 
 
-def _line(call: ast.expr, press: ast.ClassDef) -> Listed:
+def _line(call: ast.expr, press: ast.ClassDef) -> ListedPress:
     """Return the row of a press, from the call that registers it and its class."""
     assert isinstance(call, ast.Call)  # noqa: S101 - for type checkers
     arguments = dict(zip(("name", "role", "paper"), call.args, strict=False)) | {
@@ -92,4 +92,4 @@ def _line(call: ast.expr, press: ast.ClassDef) -> Listed:
         ast.literal_eval(arguments[key]) if key in arguments else "" for key in ("name", "role", "paper", "status")
     )
     summary = (ast.get_docstring(press) or "").partition("\n")[0]
-    return Listed(name, role, paper, summary, status or default_status(paper))
+    return ListedPress(name, role, paper, summary, status or default_status(paper))

@@ -20,7 +20,7 @@ FEWEST_BLOCKS = 2
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PromptTensors:
     """Queries, keys and values of rows with equally many tokens, without padding."""
 
     queries: Tensor
@@ -84,10 +84,10 @@ class Pattern(ABC):
     """Tokens per block."""
 
     @abstractmethod
-    def tiles(self, prompt: Prompt) -> Tiles:
+    def tiles(self, prompt: PromptTensors) -> Tiles:
         """Return the blocks of keys, and the single keys, to read; tiles on the diagonal are always read."""
 
-    def read(self, prompt: Prompt) -> Partial:
+    def read(self, prompt: PromptTensors) -> Partial:
         """Attend from the queries of a prompt of more than two blocks: out `[b, Hq, Q, Dv]` and log-sum-exp `[b, Hq, Q]`."""
         return prompt.attend(self.tiles(prompt))
 
@@ -104,7 +104,7 @@ class Pattern(ABC):
             query_columns = kept[kept >= total - new] - (total - new)
             if len(query_columns) == 0:
                 continue
-            prompt = Prompt(
+            prompt = PromptTensors(
                 _take(queries, rows, query_columns), _take(keys, rows, kept), _take(values, rows, kept), call.logits,
                 call.layer.index, tuple(rows), call.tokens.shared, call.layer.depth + 1 == call.layer.depths, call, kept,
             )  # fmt: skip
@@ -121,7 +121,7 @@ class Pattern(ABC):
         return out.reshape(streams, -1, out.shape[-1]), call.window_lse
 
 
-def everything(prompt: Prompt, block: int) -> Tiles:
+def everything(prompt: PromptTensors, block: int) -> Tiles:
     """Return tiles that cover the whole prompt."""
     return Tiles(torch.ones(prompt.shape(block), dtype=torch.bool, device=prompt.keys.device), block)
 

@@ -11,27 +11,27 @@ from torch import Tensor
 
 from kvpress.core.recipe import Eviction
 from kvpress.observe.call import LayerCall
-from kvpress.observe.spans import SPANS, Span, Spans, inside, spans_in
+from kvpress.observe.spans import SPANS, Span, SpanRule, inside, spans_in
 from kvpress.observe.view import View
 
 WARNED = "protected spans"
 """Key of the shared state of a cache; set once the warning about too many protected pairs was issued."""
 
 
-def new_spans(rule: Spans, call: LayerCall) -> list[list[Span]]:
+def new_spans(rule: SpanRule, call: LayerCall) -> list[list[Span]]:
     """Return the spans of every row that no eviction has used yet."""
     done = call.store.observers[SPANS].done.get(rule.key, [0] * call.store.batch)
     return [[span for span in spans if span[1] > end] for spans, end in zip(spans_in(rule, call), done, strict=True)]
 
 
-def note_done(rule: Spans, call: LayerCall) -> None:
+def note_done(rule: SpanRule, call: LayerCall) -> None:
     """Record that an eviction has used all spans found so far."""
     ends = [max((end for _, end in spans), default=0) for spans in spans_in(rule, call)]
     tracker = call.store.observers[SPANS]
     tracker.done = {**tracker.done, rule.key: ends}
 
 
-def free_pairs(step: Eviction, protected: Sequence[Spans], view: View) -> Tensor:
+def free_pairs(step: Eviction, protected: Sequence[SpanRule], view: View) -> Tensor:
     """Return the mask `[b, h, n]` of the pairs that an eviction may remove: unprotected ones, in its spans if it has any."""
 
     def marked(spans: Sequence[Sequence[Span]]) -> Tensor:
@@ -45,7 +45,7 @@ def free_pairs(step: Eviction, protected: Sequence[Spans], view: View) -> Tensor
     return free
 
 
-def warn_of_absent(rule: Spans, call: LayerCall) -> None:
+def warn_of_absent(rule: SpanRule, call: LayerCall) -> None:
     """Warn, once per cache, if a first prompt has no span of a rule that expects some."""
     if (
         rule.absent is None

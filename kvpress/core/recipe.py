@@ -25,7 +25,7 @@ from kvpress.observe.hidden import HiddenStates
 from kvpress.observe.observer import Wanted
 from kvpress.observe.passes import Pass
 from kvpress.observe.queries import SampledQueries
-from kvpress.observe.spans import SPANS, Spans
+from kvpress.observe.spans import SPANS, SpanRule
 from kvpress.observe.view import LOG_WEIGHT, View
 
 
@@ -181,7 +181,7 @@ class Eviction:
     """The choice does not follow scores, so no wrapper can change it."""
     watches: tuple[Wanted, ...] = ()
     """Observers that `rewrite` reads."""
-    among: Spans | None = None
+    among: SpanRule | None = None
     """Evicts from the pairs of these spans only, once per span; `amount` counts pairs of the span."""
     refit: Refit | None = None
     """Least-squares fit of the kept pairs, after everything else."""
@@ -283,7 +283,7 @@ class Recipe:
     """Callbacks that run on all layers at the end of a pass."""
     offloads: bool = False
     """Pairs are stored in host memory or in files."""
-    protected: tuple[Spans, ...] = ()
+    protected: tuple[SpanRule, ...] = ()
     """Spans whose pairs no eviction removes; amounts include these pairs."""
     dropping: Dropping | None = None
     """Layers from some depth on get only a part of the tokens of a first prompt."""
@@ -305,7 +305,7 @@ class Recipe:
             )
 
     @property
-    def spans(self) -> tuple[Spans, ...]:
+    def spans(self) -> tuple[SpanRule, ...]:
         """All span rules of the recipe."""
         evicted = (step.among for step in self.evictions if step.among is not None)
         return (*self.protected, *evicted, *(() if self.dropping is None else (self.dropping.rule,)))

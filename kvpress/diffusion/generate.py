@@ -14,8 +14,8 @@ from kvpress.core.press import BasePress
 from kvpress.core.recipe import Recipe
 from kvpress.core.spec import get_press
 from kvpress.diffusion.presses import recipe_around
-from kvpress.diffusion.reader import BlockCache, Reader
-from kvpress.diffusion.settings import Cached, Settings, choose
+from kvpress.diffusion.reader import BlockCache, DiffusionReader
+from kvpress.diffusion.settings import Cached, DiffusionSettings, choose
 from kvpress.hf.attention.attention_override import attending
 from kvpress.hf.attention.bidirectional import check_bidirectional
 from kvpress.hf.session.checks import check_padding
@@ -47,7 +47,7 @@ class Diffusion:
         """Tokens that a pass of the model writes in a row, on average."""
         return self.written / (len(self.sequences) * self.forwards) if self.forwards else 0.0
 
-    def _count(self, reader: Reader) -> None:
+    def _count(self, reader: DiffusionReader) -> None:
         self.forwards, self.full_forwards = reader.forwards, reader.full_forwards
         self.fed_tokens, self.cache = reader.fed_tokens, reader.cache
 
@@ -106,7 +106,9 @@ def diffuse(
     Differs from the papers: rows of a batch continue until the block of each is full; a full row ignores further steps. Models
     whose logits are for the next token, such as Dream, are not supported.
     """
-    settings = Settings(new_tokens, block_length, steps, threshold, temperature, cache, full_steps, refresh_every)
+    settings = DiffusionSettings(
+        new_tokens, block_length, steps, threshold, temperature, cache, full_steps, refresh_every
+    )
     ids, real = _prompt(inputs, attention_mask)
     mask_token = _mask_token(model, mask_token, ids)
     facts = check_bidirectional(model, ids.shape[1] + new_tokens)
@@ -119,7 +121,7 @@ def diffuse(
 
     result = Diffusion(torch.cat([ids, ids.new_full((len(ids), new_tokens), mask_token)], dim=1))
     mask = torch.cat([real, real.new_ones(len(ids), new_tokens)], dim=1)
-    reader = Reader(model, facts, recipe, mask, prefix=cache == "prefix")
+    reader = DiffusionReader(model, facts, recipe, mask, prefix=cache == "prefix")
     try:
         with attending(model, reader.attend):
             for first, stop in settings.blocks(ids.shape[1]):
@@ -137,8 +139,8 @@ def diffuse(
 
 def _write_block(
     result: Diffusion,
-    reader: Reader,
-    settings: Settings,
+    reader: DiffusionReader,
+    settings: DiffusionSettings,
     first: int,
     stop: int,
     mask_token: int,

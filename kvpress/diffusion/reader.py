@@ -16,7 +16,7 @@ from kvpress.cache.store import KVStore
 from kvpress.cache.window import RealTokens
 from kvpress.core.checks import check_finite
 from kvpress.core.executor import Executor
-from kvpress.core.host import Asked
+from kvpress.core.host import AttentionInputs
 from kvpress.core.model import LayerFacts, ModelFacts
 from kvpress.core.recipe import Recipe
 from kvpress.hf.attention.bidirectional import read_both_ways
@@ -37,7 +37,7 @@ class BlockCache:
     layers: list[BlockLayer] = field(default_factory=list)
 
 
-class Reader:
+class DiffusionReader:
     """Reads B rows of T tokens; its `attend` replaces the model's attention function.
 
     Args:
@@ -88,7 +88,7 @@ class Reader:
         self.fed_tokens += fed.numel()
         return logits
 
-    def attend(self, call: Asked) -> Tensor | None:
+    def attend(self, call: AttentionInputs) -> Tensor | None:
         """Attend from a block to all stored pairs; None runs the model's attention, for a complete sequence."""
         if self._first is None:
             if self._fills is not None:
@@ -101,7 +101,7 @@ class Reader:
         out, _ = store.attend(call.queries, call.logits, self.real, call.sinks, causal=False)
         return ungroup(out, *call.queries.shape[:2]).transpose(1, 2)
 
-    def _fill(self, attention: Asked, first: int, stop: int) -> KVStore:
+    def _fill(self, attention: AttentionInputs, first: int, stop: int) -> KVStore:
         """Store the pairs of a layer: those around a block, compressed by the press, and those of the block."""
         mask = None if self.real is None else self.real.real
         reread = slice(first, attention.keys.shape[2] if self.prefix else stop)
@@ -120,7 +120,9 @@ class Reader:
         open_block(store, first, attention.keys[:, :, reread], attention.values[:, :, reread], mask)
         return store
 
-    def _call(self, store: KVStore, attention: Asked, block: slice, reread: slice, mask: Tensor | None) -> LayerCall:
+    def _call(
+        self, store: KVStore, attention: AttentionInputs, block: slice, reread: slice, mask: Tensor | None
+    ) -> LayerCall:
         """Return the call that observers and evictions get: its queries are those of the block."""
         facts: LayerFacts = self.facts.layers[attention.layer]
         layer = AttentionLayer(

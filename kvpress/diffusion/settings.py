@@ -17,7 +17,7 @@ Cached = Literal["none", "prefix", "dual"]
 
 
 @dataclass(frozen=True)
-class Settings:
+class DiffusionSettings:
     """Checked arguments of `diffuse`, which documents them."""
 
     new_tokens: Count
@@ -62,7 +62,7 @@ class Settings:
         return length // steps + (step < length % steps)
 
 
-def choose(settings: Settings, step: int, logits: Tensor, masked: Tensor, mask_token: int) -> Tensor:
+def choose(settings: DiffusionSettings, step: int, logits: Tensor, masked: Tensor, mask_token: int) -> Tensor:
     """Return the tokens that a step writes, int64 `[B, n]`; -1 where it writes none.
 
     A token's confidence is its probability, in float64. The most confident tokens are written; equal ones from left to right.

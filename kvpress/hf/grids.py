@@ -13,7 +13,7 @@ from kvpress.core.model import VISION
 from kvpress.hf.models import vision_tokens
 from kvpress.hf.session.requests import Request
 from kvpress.observe.call import Cells
-from kvpress.observe.pictures import Grid, lay_out
+from kvpress.observe.pictures import PictureShape, lay_out
 
 
 def grids_among(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -41,16 +41,16 @@ def _cells(config: PreTrainedConfig, ids: Tensor, patches: dict[str, Any], copie
     return lay_out(ids, grids, before).repeat_interleave(copies, dim=0)
 
 
-def _grids(config: PreTrainedConfig, patches: Any, tokens: int) -> list[Grid]:
+def _grids(config: PreTrainedConfig, patches: Any, tokens: int) -> list[PictureShape]:
     """Return the grids of all images of a kind, which have `tokens` tokens; an empty list if they are unknown.
 
     `patches [images, 3]` counts the patches of the vision encoder, before it merges squares of them.
     """
     if isinstance(patches, Tensor):
         merged = getattr(config.vision_config, "spatial_merge_size", 1)
-        return [Grid(frames, rows // merged, columns // merged) for frames, rows, columns in patches.tolist()]
+        return [PictureShape(frames, rows // merged, columns // merged) for frames, rows, columns in patches.tolist()]
     side = image_side(config)
-    return [Grid(1, side, side)] * (tokens // (side * side)) if side else []
+    return [PictureShape(1, side, side)] * (tokens // (side * side)) if side else []
 
 
 def image_side(config: PreTrainedConfig) -> int:

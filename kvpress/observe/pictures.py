@@ -16,7 +16,7 @@ UNKNOWN = -1
 
 
 @dataclass(frozen=True)
-class Grid:
+class PictureShape:
     """Shape of one picture in tokens, which come frame by frame and row by row."""
 
     frames: int
@@ -32,7 +32,7 @@ class Grid:
         return self.frames * self.rows * self.columns
 
 
-def lay_out(ids: Tensor, grids: Mapping[int, Sequence[Grid]], before: int) -> Tensor:
+def lay_out(ids: Tensor, grids: Mapping[int, Sequence[PictureShape]], before: int) -> Tensor:
     """Return picture, frame, row and column of every token, int32 `[B, Q, 4]`, `UNKNOWN` outside of pictures.
 
     The number of a picture is the slot of its first token, where `before` tokens precede `ids [B, Q]`; it is unique in a row.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Spans of tokens, such as chat turns, tagged text or images, located in the ids that a cache has read.
 
-A rule (`Spans`) defines which tokens belong together; a `SpanTracker` reads the ids of every pass once and locates the texts of
-the rules. Positions do not count padding, as in a `View`.
+A rule (`SpanRule`) defines which tokens belong together; a `SpanTracker` reads the ids of every pass once and locates the texts
+of the rules. Positions do not count padding, as in a `View`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Mark:
     end: int
     """One past the last such token."""
     which: int
-    """Index of the text in `Spans.texts`."""
+    """Index of the text in `SpanRule.texts`."""
 
 
 @dataclass(frozen=True)
-class Spans:
+class SpanRule:
     """Base class of rules that define which tokens of a row belong together."""
 
     reads_tokens: ClassVar[bool] = True
@@ -60,7 +60,7 @@ class Spans:
         """Maps a token id to its text."""
         raise NotImplementedError(f"{type(self).__name__} needs no text")
 
-    def finder(self) -> Marks | Runs:
+    def finder(self) -> Marks | IdSearch:
         """Return an object that locates marks in the tokens of one row."""
         return Marks(self.texts, self.text_of)
 
@@ -78,7 +78,7 @@ class Spans:
 
 
 @dataclass(frozen=True)
-class Ranges(Spans):
+class PositionRanges(SpanRule):
     """Tokens at fixed positions."""
 
     spans: tuple[Span, ...]
@@ -98,7 +98,7 @@ class Ranges(Spans):
 
 
 @dataclass(frozen=True)
-class Between(Spans):
+class Between(SpanRule):
     """Tokens between an opening and a closing tag.
 
     An opening tag inside a span belongs to the span; a closing tag outside of one is plain text.
@@ -137,7 +137,7 @@ class Between(Spans):
 
 
 @dataclass(frozen=True)
-class Turns(Spans):
+class Turns(SpanRule):
     """Turns of one role, each from its header to the header of the next turn."""
 
     role: str
@@ -165,14 +165,14 @@ class Turns(Spans):
 
 
 @dataclass(frozen=True)
-class Pictures(Spans):
+class Pictures(SpanRule):
     """Images and videos: runs of their placeholder tokens."""
 
     tokens: tuple[int, ...]
     """Ids of placeholder tokens."""
 
-    def finder(self) -> Runs:
-        return Runs(self.tokens)
+    def finder(self) -> IdSearch:
+        return IdSearch(self.tokens)
 
     def within(self, marks: Sequence[Mark], seen: int) -> list[Span]:
         return [(mark.start, mark.end) for mark in marks]
@@ -183,7 +183,7 @@ class Pictures(Spans):
         return f"the prompt has no image or video tokens (id {ids}), so a press that compresses these does nothing"
 
 
-class Runs:
+class IdSearch:
     """Incremental search for runs of some ids in one row."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
@@ -294,7 +294,7 @@ class SpanTracker(Observer):
         )
         return torch.cat([earlier, cells], dim=1)
 
-    def find(self, rule: Spans, mask: Tensor | None) -> list[list[Span]]:
+    def find(self, rule: SpanRule, mask: Tensor | None) -> list[list[Span]]:
         """Return the spans of a rule in every row; `mask [B, seen]` marks real tokens, None for all.
 
         Raises:
@@ -328,8 +328,8 @@ class SpanTracker(Observer):
         self._find_again()
 
     def _find_again(self) -> None:
-        self._marks: dict[Spans, list[Marks | Runs]] = {}
-        self._columns: dict[Spans, int] = {}
+        self._marks: dict[SpanRule, list[Marks | IdSearch]] = {}
+        self._columns: dict[SpanRule, int] = {}
 
     def to(self, device: torch.device | str) -> None:
         """Do nothing: ids stay on the host."""
@@ -339,7 +339,7 @@ SPANS = Wanted(SpanTracker)
 """Observer for rules that read tokens."""
 
 
-def spans_in(rule: Spans, call: LayerCall) -> list[list[Span]]:
+def spans_in(rule: SpanRule, call: LayerCall) -> list[list[Span]]:
     """Return the spans of a rule in every row of a layer's call.
 
     Raises:

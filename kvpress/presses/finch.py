@@ -91,7 +91,7 @@ class FinchPress(ScorerPress):
 
     @property
     def wants(self) -> tuple[Wanted, ...]:
-        return (Wanted(Question, self.window_size, self.delimiter_token_id),)
+        return (Wanted(QuestionQueries, self.window_size, self.delimiter_token_id),)
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
         if model is not None and self.window_size is None and self.delimiter_token_id is None:
@@ -110,7 +110,7 @@ class FinchPress(ScorerPress):
     def scores(self, view: View) -> Tensor:
         """Return `[b, h, n]`, infinite for the question and minus infinite for the delimiter."""
         full_view = view if view.whole is None else view.whole
-        key = Question, full_view.heads.start
+        key = QuestionQueries, full_view.heads.start
         if key not in full_view.memo:
             full_view.memo[key] = self._scores(full_view)
         scores: Tensor = full_view.memo[key]
@@ -148,7 +148,7 @@ class FinchPress(ScorerPress):
         return scores
 
 
-class Question(Observer):
+class QuestionQueries(Observer):
     """Observer of the question's queries, `queries [B, Hq, w, D]`: after the last delimiter, or the newest `window` tokens.
 
     `size [B]` is the number of tokens of each row after the delimiter, -1 without a delimiter.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvpress import kernels
 from kvpress.cache.attention import group_queries
-from kvpress.cache.streams import Stored
+from kvpress.cache.streams import StoredPairs
 from kvpress.core.checks import Count, Size
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BudgetPress
@@ -119,7 +119,7 @@ class _Received:
     def take_in(self, call: LayerCall) -> None:
         """Add the attention of one layer's queries."""
         store, new = call.store, call.queries.shape[2]
-        stored = Stored(store, call.tokens.mask)
+        stored = StoredPairs(store, call.tokens.mask)
         pieces = [stored.read(n, 0, len(slots)) for n, slots in enumerate(stored.slots)]
         lengths = [len(slots) for slots in stored.slots]
         keys, values = (torch.cat([pair[side] for stream in pieces for pair in stream]) for side in (0, 1))

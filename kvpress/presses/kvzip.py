@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from kvpress import kernels
 from kvpress.cache.attention import group_queries
-from kvpress.cache.streams import Stored
+from kvpress.cache.streams import StoredPairs
 from kvpress.core.checks import Count, Size
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BudgetPress
@@ -205,7 +205,7 @@ class _Scores:
             worth = call.store.observers[Wanted(Worth)]
             worth.values = [
                 torch.full((len(slots),), torch.inf, device=call.queries.device)
-                for slots in Stored(call.store, prefill.mask).slots
+                for slots in StoredPairs(call.store, prefill.mask).slots
             ]
             self.values[call.layer.index] = worth.values
 
@@ -217,7 +217,7 @@ class _Scores:
     def take_in(self, call: LayerCall) -> None:
         """Store the scores that one layer's queries give to the pairs of the chunk."""
         store, new = call.store, call.queries.shape[2]
-        stored = Stored(store, call.tokens.mask)
+        stored = StoredPairs(store, call.tokens.mask)
         spans = [self._span(slots, n // store.heads) for n, slots in enumerate(stored.slots)]
         pieces = [
             [

@@ -15,7 +15,7 @@ from kvpress.core.press import BasePress, WrapperPress
 from kvpress.core.recipe import Recipe
 from kvpress.core.registry import Refusal, register
 from kvpress.core.vocabulary import Vocabulary, headers_of
-from kvpress.observe.spans import Between, Ranges, Span, Spans, Turns
+from kvpress.observe.spans import Between, PositionRanges, Span, SpanRule, Turns
 
 ROLES = ("system", "user", "assistant", "tool")
 BETWEEN = ".."
@@ -90,8 +90,8 @@ class ProtectPress(BasePress):
             )
         return replace(inner, protected=(*inner.protected, *self._spans(model)))
 
-    def _spans(self, model: ModelFacts | None) -> list[Spans]:
-        spans: list[Spans] = [Ranges(ranges)] if (ranges := ranges_in(self.tokens)) else []
+    def _spans(self, model: ModelFacts | None) -> list[SpanRule]:
+        spans: list[SpanRule] = [PositionRanges(ranges)] if (ranges := ranges_in(self.tokens)) else []
         tags, roles, last = _pairs(self.tags), _roles("roles", self.roles), _roles("last", self.last)
         if not (tags or roles or last):
             return spans

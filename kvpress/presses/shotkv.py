@@ -21,7 +21,7 @@ from kvpress.core.registry import EVERY_SUITE, Exemption, Refusal, register
 from kvpress.core.scoring import ByScore, Scored
 from kvpress.observe.observer import Wanted
 from kvpress.observe.queries import RecentQueries
-from kvpress.observe.spans import SPANS, Mark, Piece, Ranges, Span, Spans
+from kvpress.observe.spans import SPANS, Mark, Piece, PositionRanges, Span, SpanRule
 from kvpress.observe.view import View
 from kvpress.presses.protect import ranges_in, unknown, vocabulary_of
 
@@ -79,10 +79,10 @@ class ShotKVPress(BasePress):
             )
         self.recipe()
 
-    def rule(self, model: ModelFacts | None) -> Spans:
+    def rule(self, model: ModelFacts | None) -> SpanRule:
         """Return the rule that finds the shots of a prompt."""
         if self.shots:
-            return Ranges(ranges_in(self.shots, "shots"))
+            return PositionRanges(ranges_in(self.shots, "shots"))
         vocabulary = vocabulary_of(self.tokenizer, model, "shotkv")
         if vocabulary is not None:
             vocabulary.check(self.separator)
@@ -102,7 +102,7 @@ class ShotKVPress(BasePress):
 
 
 @dataclass(frozen=True)
-class Separated(Spans):
+class Separated(SpanRule):
     """Spans from one `separator` to the next, each with the separator that begins it."""
 
     separator: str
@@ -149,7 +149,7 @@ class WindowAttention(ByScore):
 class BestShots(Allocator):
     """Keep the pairs of the best shots of a row in all layers; see `ShotKVPress`."""
 
-    rule: Spans
+    rule: SpanRule
     """Rule that finds the shots."""
 
     decides = True

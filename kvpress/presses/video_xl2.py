@@ -14,7 +14,7 @@ from torch import Tensor
 from kvpress.core.amount import Schedule
 from kvpress.core.checks import Count, Share, Size
 from kvpress.core.model import ModelFacts
-from kvpress.core.pattern import Pattern, Prompt
+from kvpress.core.pattern import Pattern, PromptTensors
 from kvpress.core.press import BasePress, removed
 from kvpress.core.recipe import Allocator, Eviction, Recipe, Rewritten
 from kvpress.core.registry import Exemption, Refusal, register
@@ -24,7 +24,7 @@ from kvpress.observe.call import LayerCall
 from kvpress.observe.observer import Wanted
 from kvpress.observe.pictures import UNKNOWN, cells_of
 from kvpress.observe.queries import RecentQueries
-from kvpress.observe.spans import Spans
+from kvpress.observe.spans import SpanRule
 from kvpress.observe.view import LOG_WEIGHT, View
 from kvpress.presses.protect import ranges_in
 from kvpress.presses.vision import pictures
@@ -260,7 +260,7 @@ def warn_of_unknown(call: LayerCall, has_cell: Tensor | None, chunk: int, frames
 class Near(Pattern):
     """Pattern in which a chunk's tokens read the `reach` chunks up to their own and all text; text reads everything."""
 
-    rule: Spans
+    rule: SpanRule
     """Rule that finds image and video tokens."""
     chunk: int
     """Tokens of a chunk."""
@@ -271,7 +271,7 @@ class Near(Pattern):
     block: int = 64
     """Side of a tile, in tokens."""
 
-    def tiles(self, prompt: Prompt) -> Tiles:
+    def tiles(self, prompt: PromptTensors) -> Tiles:
         numbers = torch.stack([self._numbers(prompt, row) for row in range(len(prompt.rows))]).to(prompt.keys.device)
         text = numbers < 0
         query_chunks = self._blocks(numbers[:, -prompt.new :].masked_fill(text[:, -prompt.new :], -1), NEVER).amin(
@@ -290,7 +290,7 @@ class Near(Pattern):
         blocks: Tensor = padded.unflatten(1, (-1, self.block))
         return blocks
 
-    def _numbers(self, prompt: Prompt, row: int) -> Tensor:
+    def _numbers(self, prompt: PromptTensors, row: int) -> Tensor:
         """Return the chunk number of every token of a row, `[T]`; -1 for text and earlier turns."""
         call, at = prompt.call, prompt.at
         assert call is not None and at is not None  # noqa: S101, PT018 - for type checkers

@@ -11,7 +11,7 @@ from kvpress.core.model import VISION, ModelFacts
 from kvpress.core.press import BasePress, WrapperPress
 from kvpress.core.recipe import Eviction
 from kvpress.core.registry import EVERY_SUITE, Exemption, Refusal, register
-from kvpress.observe.spans import Pictures, Ranges, Spans
+from kvpress.observe.spans import Pictures, PositionRanges, SpanRule
 from kvpress.presses.protect import ranges_in
 
 DROPS = (
@@ -75,14 +75,14 @@ def check_kind(kind: str, tokens: str) -> None:
         raise ValueError(f"tokens={tokens!r} names the tokens already, so kind must be 'both', got {kind!r}")
 
 
-def pictures(press: BasePress, kind: str, tokens: str, model: ModelFacts | None) -> Spans:
+def pictures(press: BasePress, kind: str, tokens: str, model: ModelFacts | None) -> SpanRule:
     """Return the rule for the image or video tokens of a prompt: by the token ids of a model, or by the ranges in `tokens`.
 
     Raises:
         ValueError: no ranges are given, and the model has no tokens of that kind.
     """
     if tokens:
-        return Ranges(ranges_in(tokens))
+        return PositionRanges(ranges_in(tokens))
     if model is None:
         return Pictures(())
     kinds = VISION if kind == "both" else (kind,)
@@ -97,7 +97,7 @@ def pictures(press: BasePress, kind: str, tokens: str, model: ModelFacts | None)
     return Pictures(ids)
 
 
-def among(step: Eviction, rule: Spans, press: WrapperPress) -> Eviction:
+def among(step: Eviction, rule: SpanRule, press: WrapperPress) -> Eviction:
     """Return the eviction restricted to spans, once, in the pass that ends a prompt or turn with such spans."""
     name, inner = type(press).__name__, type(press.inner).__name__
     if step.prepare is not None:

@@ -17,7 +17,7 @@ from kvpress.core.scoring import Scored, top
 from kvpress.presses.sample import Sampling
 from kvpress.quant.errors import MOST, ROUNDING, error
 from kvpress.quant.rotated import gaussian_error
-from kvpress.quant.widths import DENSE, LEAST, OFFSETS, WIDTHS, Room, of_width, pair_widths
+from kvpress.quant.widths import DENSE, LEAST, OFFSETS, WIDTHS, SizeLimit, of_width, pair_widths
 
 OPTIONS = (0, *sorted(WIDTHS), DENSE)
 """Bits that a pair may take; 0 drops the pair."""
@@ -65,7 +65,7 @@ class Offer(NamedTuple):
 class ByPrice(Allocator):
     """Allocator that gives every pair of a row its bits at one price per byte; see `BudgetedPress`."""
 
-    room: Room = field(default_factory=lambda: Room(None), kw_only=True)
+    room: SizeLimit = field(default_factory=lambda: SizeLimit(None), kw_only=True)
 
     ragged = True
 
@@ -140,7 +140,7 @@ class Layer:
     `beside` is the bytes of protected pairs.
     """
 
-    def __init__(self, scored: Sequence[Scored], weight: float, room: Room) -> None:
+    def __init__(self, scored: Sequence[Scored], weight: float, room: SizeLimit) -> None:
         self.scored, self.room = scored, room
         self.facts = next(layer for layer in room.layers if layer.index == scored[0].view.layer)
         self.counts: list[int | Tensor] = []

@@ -23,7 +23,7 @@ from kvpress.presses.leverage_score import LeverageScorePress
 from kvpress.presses.sample import SamplePress
 from kvpress.quant.bit_allocation import ByPrice, check_price
 from kvpress.quant.errors import MOST, QUERIES, ROUNDING, error
-from kvpress.quant.widths import FittingCodec, Room, Sized, of_width
+from kvpress.quant.widths import FittingCodec, Sized, SizeLimit, of_width
 
 SMALLER = 10.0
 """Default compression factor, used if neither `smaller` nor `bytes` is set."""
@@ -63,11 +63,11 @@ class OfSize(Wrapping):
     def assumed_size(self) -> str:
         return f"smaller={SMALLER:g}" if self.smaller is None and self.bytes is None else ""
 
-    def room(self, model: ModelFacts | None, weighs: bool = False) -> Room:
+    def room(self, model: ModelFacts | None, weighs: bool = False) -> SizeLimit:
         """Return the size limit of the cache."""
         if self.bytes is None:
-            return Room(model, smaller=SMALLER if self.smaller is None else self.smaller, weighs=weighs)
-        return Room(model, bytes=parse_bytes(str(self.bytes), "bytes"), weighs=weighs)
+            return SizeLimit(model, smaller=SMALLER if self.smaller is None else self.smaller, weighs=weighs)
+        return SizeLimit(model, bytes=parse_bytes(str(self.bytes), "bytes"), weighs=weighs)
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
         room = self.room(model)

@@ -21,7 +21,7 @@ from kvpress.cache.layout import Layout, row_numbers
 from kvpress.cache.offset import Spread
 from kvpress.cache.segment import DenseSegment, OfStreams, Segment
 from kvpress.cache.segment_attention import BLOCK_ROWS
-from kvpress.cache.storage import Choice, Held, Joint, part, per_group, per_pair, per_stream
+from kvpress.cache.storage import Held, Joint, RowChoice, part, per_group, per_pair, per_stream
 from kvpress.quant.hadamard import hadamard
 from kvpress.quant.residual import Residual
 from kvpress.quant.runs import Runs
@@ -71,7 +71,7 @@ class UniformRows(Held):
     def take(self, rows: Tensor) -> UniformRows:
         """Return the selected rows, with only the scales and zeros of their blocks."""
         layout = Layout([len(rows)])
-        return self._take(Choice(rows, layout, layout))
+        return self._take(RowChoice(rows, layout, layout))
 
     def read(self, rows: Tensor | slice) -> Tensor:
         """Return decoded rows `[n, D]` in `dtype`."""

@@ -39,7 +39,7 @@ LEAST = 16
 
 
 @dataclass(frozen=True)
-class Room:
+class SizeLimit:
     """Size limit of the cache of one row, as a factor or in bytes; layers with a sliding window use the bytes first."""
 
     model: ModelFacts | None
@@ -162,7 +162,7 @@ class Room:
 class Sized(Amount):
     """Number of pairs that fit into `room`, for any number of tokens."""
 
-    room: Room = field(default_factory=lambda: Room(None), kw_only=True)
+    room: SizeLimit = field(default_factory=lambda: SizeLimit(None), kw_only=True)
 
     @property
     def keeps_all(self) -> bool:
@@ -196,7 +196,7 @@ class FittingCodec(Codec):
     width of each pair of a prompt beside it; pairs without one get the width that fits.
     """
 
-    room: Room
+    room: SizeLimit
     """Size limit that sets the width."""
     group: int = GROUP
     """Generated tokens that are encoded together."""

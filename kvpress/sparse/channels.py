@@ -23,7 +23,7 @@ KEYS = ("q", "k", "qk")
 
 
 @dataclass(frozen=True)
-class Channels:
+class ChannelTable:
     """Channels of every layer, most important first.
 
     Query heads of a group share keys, and so they share channels: their statistics are added. A file with orderings alone is
@@ -34,7 +34,7 @@ class Channels:
     """Channels `[H, D]` of each KV head by layer, int64."""
 
     @classmethod
-    def load(cls, path: str | Path, model: ModelFacts, key: str = "qk") -> Channels:
+    def load(cls, path: str | Path, model: ModelFacts, key: str = "qk") -> ChannelTable:
         """Read a calibration of this model, or a `.json` file in the authors' format.
 
         Raises:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvpress.core.checks import Count, Size
-from kvpress.core.pattern import Pattern, Prompt
+from kvpress.core.pattern import Pattern, PromptTensors
 from kvpress.core.registry import register
 from kvpress.kernels import Tiles
 from kvpress.sparse.tiling import IN_CHUNKS, BlockGrid, PatternPress
@@ -18,7 +18,7 @@ from kvpress.sparse.tiling import IN_CHUNKS, BlockGrid, PatternPress
 NEW = 0.75
 """Weight of a layer's scores; the scores of the layer before have the remaining weight."""
 STATE = "critiprefill"
-"""Key in `Prompt.shared` of the scores of the layer before, by rows."""
+"""Key in `PromptTensors.shared` of the scores of the layer before, by rows."""
 
 
 @register(
@@ -61,7 +61,7 @@ class CritiPrefillPress(PatternPress):
     def pattern_at(self, layer: int) -> Pattern | None:
         return None if layer < self.skip_layers else super().pattern_at(layer)
 
-    def tiles(self, layer: int, prompt: Prompt) -> Tiles:
+    def tiles(self, layer: int, prompt: PromptTensors) -> Tiles:
         grid, per = BlockGrid.of(prompt, self.block), self.segment // self.block
         # Key blocks before a segment's first query; a segment has `per` blocks of queries.
         before = grid.keys < grid.first[::per]
@@ -83,7 +83,7 @@ class CritiPrefillPress(PatternPress):
         chosen = (best | is_dense | ~before).repeat_interleave(per, dim=2)[:, :, : len(grid.first)]
         return Tiles((chosen & grid.causal).repeat_interleave(prompt.group, dim=1), self.block)
 
-    def _scores(self, prompt: Prompt, before: Tensor) -> Tensor:
+    def _scores(self, prompt: PromptTensors, before: Tensor) -> Tensor:
         """Return the scores of the blocks before each segment, float32 `[b, H, segments, nk]`; 0 for other blocks."""
         high, low = bounds(prompt.queries, self.segment)
         middle = ((high + low) / 2).unflatten(1, (-1, prompt.group))

@@ -23,7 +23,7 @@ from kvpress.core.registry import Refusal, register
 from kvpress.core.selector import RESIDUAL, TILE, Budget
 from kvpress.observe.call import LayerCall
 from kvpress.sparse.base import SelectorPress
-from kvpress.sparse.channels import Channels
+from kvpress.sparse.channels import ChannelTable
 from kvpress.sparse.labels import LabelSelector
 from kvpress.sparse.offload import Fetching, HostCodec
 
@@ -91,9 +91,9 @@ class DoubleSparsityPress(SelectorPress):
             choose = selectors.get  # type: ignore[assignment]
         return Recipe(codec=self.codec_at if self.offload else None, selector=choose, offloads=self.offload)
 
-    def known_channels(self, model: ModelFacts) -> Channels:
+    def known_channels(self, model: ModelFacts) -> ChannelTable:
         """Return the channels of every layer by importance, from the calibration file."""
-        return Channels.load(self.source, model, self.statistic)
+        return ChannelTable.load(self.source, model, self.statistic)
 
     def codec_at(self, layer: int) -> Codec | None:
         """Return the codec that moves the pairs of an attention layer to host memory; None for skipped layers."""
@@ -116,7 +116,7 @@ class DoubleSparsitySelector(LabelSelector):
         self.chosen = self.stream_channels = torch.empty(0, 0, dtype=torch.int64)
         self.fetching: Fetching | None = None
 
-    def load(self, calibrated: Channels, layer: int) -> None:
+    def load(self, calibrated: ChannelTable, layer: int) -> None:
         """Use the most important channels of one layer."""
         self.chosen = calibrated.of(layer, self.label_channels(calibrated.orderings[layer].shape[1]))
         self.name = f"{self.bits} bits of {self.chosen.tolist()}"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpress.core.checks import Count, Share
-from kvpress.core.pattern import Prompt
+from kvpress.core.pattern import PromptTensors
 from kvpress.core.registry import register
 from kvpress.kernels import Tiles
 from kvpress.sparse.lines import newest_attention, slash_scores
@@ -46,7 +46,7 @@ class FlexPrefillPress(EstimatedPress):
     min_budget: Count = 512
     block: Count = field(default=128, kw_only=True)
 
-    def tiles(self, layer: int, prompt: Prompt) -> Tiles:
+    def tiles(self, layer: int, prompt: PromptTensors) -> Tiles:
         del layer
         grid = BlockGrid.of(prompt, self.block)
         if self.gamma >= 1 and self.max_density >= 1:

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvpress.core.pattern import Prompt
+from kvpress.core.pattern import PromptTensors
 from kvpress.sparse.tiling import NEGLIGIBLE, per_head
 
 
-def newest_attention(prompt: Prompt, count: int) -> tuple[Tensor, Tensor]:
+def newest_attention(prompt: PromptTensors, count: int) -> tuple[Tensor, Tensor]:
     """Return the attention that columns and diagonals receive from the newest `count` queries, each float32 `[b, Hq, T]`.
 
     Diagonal o holds the query-key pairs whose query comes o tokens after the key. KV heads are computed one after the other,
@@ -21,7 +21,7 @@ def newest_attention(prompt: Prompt, count: int) -> tuple[Tensor, Tensor]:
     return received[:, :, 0], received[:, :, 1]
 
 
-def covering_lines(prompt: Prompt, count: int, share: float) -> tuple[Tensor, Tensor]:
+def covering_lines(prompt: PromptTensors, count: int, share: float) -> tuple[Tensor, Tensor]:
     """Return the attention that lines receive from the newest `count` queries, and the mask of the lines that are needed.
 
     Both are `[b, Hq, 2, T]`, columns first, then diagonals. Lines of both kinds are taken by falling attention until a `share`
@@ -38,7 +38,7 @@ def covering_lines(prompt: Prompt, count: int, share: float) -> tuple[Tensor, Te
     return stacked[:, :, 0], stacked[:, :, 1] > 0
 
 
-def slash_scores(prompt: Prompt, diagonals: Tensor, block: int) -> Tensor:
+def slash_scores(prompt: PromptTensors, diagonals: Tensor, block: int) -> Tensor:
     """Return, for each tile, the sum of the scores `[b, Hq, T]` of the diagonals that cross it: float32 `[b, Hq, nq, nk]`.
 
     A query block at position p and a key block at position k have distances from p - k - block + 1 to p - k + block - 1.
@@ -51,7 +51,7 @@ def slash_scores(prompt: Prompt, diagonals: Tensor, block: int) -> Tensor:
     return sums[..., high] - sums[..., low]
 
 
-def _newest_weights(prompt: Prompt, queries: Tensor, keys: Tensor, count: int) -> Tensor:
+def _newest_weights(prompt: PromptTensors, queries: Tensor, keys: Tensor, count: int) -> Tensor:
     """Return the softmax of the newest `count` of `queries [b, G, Q, D]` (fewer if Q is less) over all `keys [b, 1, T, D]`."""
     total, count = keys.shape[2], min(count, queries.shape[2])
     columns = torch.arange(total, device=keys.device)

@@ -14,12 +14,12 @@ from kvpress.cache.codec import DenseCodec
 from kvpress.cache.files import keep_whole
 from kvpress.cache.layout import Layout, interleave
 from kvpress.cache.segment import Segment
-from kvpress.cache.segment_attention import Block
+from kvpress.cache.segment_attention import DenseBlock
 from kvpress.cache.selection import Chosen, Selection, for_tokens
 from kvpress.cache.store import KVStore
 from kvpress.core.checks import Count, Odd, Share
 from kvpress.core.model import ModelFacts
-from kvpress.core.pattern import Prompt
+from kvpress.core.pattern import PromptTensors
 from kvpress.core.recipe import Recipe
 from kvpress.core.registry import register
 from kvpress.core.selector import RESIDUAL, TILE, Budget, Selector
@@ -88,7 +88,7 @@ class LoopServePress(EstimatedPress, SelectorPress):
         del layer
         return LoopSelector(self.limits, self.observer, self.every)
 
-    def tiles(self, layer: int, prompt: Prompt) -> Tiles:
+    def tiles(self, layer: int, prompt: PromptTensors) -> Tiles:
         del layer
         grid = BlockGrid.of(prompt, self.block)
         received, needed = covering_lines(prompt, self.last, self.coverage)
@@ -221,11 +221,11 @@ class SegmentAttention:
                 received[block.rows] += shares.masked_fill(~visible[:, rows], 0).sum(dim=1).flatten()
         return received
 
-    def _visible(self, block: Block) -> Tensor:
+    def _visible(self, block: DenseBlock) -> Tensor:
         slots = self.slots[block.rows].view(len(block.keys), 1, -1)
         return slots <= self.query_slots[:, None]
 
-    def _weight(self, block: Block) -> Tensor | None:
+    def _weight(self, block: DenseBlock) -> Tensor | None:
         weight = self.segment.log_weight
         return None if weight is None else weight[block.rows].view(block.keys.shape[:2])
 

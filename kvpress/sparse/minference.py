@@ -12,7 +12,7 @@ from torch import Tensor
 from kvpress.core import calibration as calibration
 from kvpress.core.checks import Count
 from kvpress.core.model import LayerFacts, ModelFacts
-from kvpress.core.pattern import Prompt
+from kvpress.core.pattern import PromptTensors
 from kvpress.core.recipe import Recipe
 from kvpress.core.registry import register
 from kvpress.kernels import Tiles
@@ -88,7 +88,7 @@ class MInferencePress(EstimatedPress):
             calibration.read(self.calibration, METHOD).check(METHOD, model, self.calibration, _shapes)
         return super().recipe(model)
 
-    def tiles(self, layer: int, prompt: Prompt) -> Tiles:
+    def tiles(self, layer: int, prompt: PromptTensors) -> Tiles:
         if self.calibration is None:
             heads = HeadPatterns.alike(prompt.queries.shape[1], LINES, self.vertical, self.slash)
         else:
@@ -96,7 +96,7 @@ class MInferencePress(EstimatedPress):
             heads = HeadPatterns(*(tensors[f"{layer}.{name}"].long() for name in ("kind", "vertical", "slash")))
         return self.tiles_of(heads, prompt)
 
-    def tiles_of(self, heads: HeadPatterns, prompt: Prompt) -> Tiles:
+    def tiles_of(self, heads: HeadPatterns, prompt: PromptTensors) -> Tiles:
         """Return the tiles and single keys that heads with these patterns read of a prompt."""
         grid, total, device = BlockGrid.of(prompt, self.block), prompt.total, prompt.keys.device
         kind, vertical, slash = (sizes.to(device) for sizes in (heads.kind, heads.vertical, heads.slash))
@@ -114,7 +114,7 @@ class MInferencePress(EstimatedPress):
             chosen, scores = torch.where(blocks, best, chosen), torch.where(blocks, pooled, scores)
         return Tiles(capped(chosen, scores, grid, self.max_density, single), self.block, single)
 
-    def _lines(self, kind: Tensor, prompt: Prompt) -> tuple[Tensor, Tensor, Tensor]:
+    def _lines(self, kind: Tensor, prompt: PromptTensors) -> tuple[Tensor, Tensor, Tensor]:
         """Return the ranking of columns and of diagonals, and the attention of diagonals, each float32 `[b, Hq, T]`."""
         nearness = torch.arange(prompt.total, 0, -1, device=kind.device).float()
         if not bool((kind == LINES).any()):

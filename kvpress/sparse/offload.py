@@ -16,7 +16,7 @@ from kvpress import kernels
 from kvpress.cache.attention import Logits, Partial, attend
 from kvpress.cache.codec import DenseCodec, Sealing
 from kvpress.cache.segment import DenseSegment, Segment
-from kvpress.cache.segment_attention import Block
+from kvpress.cache.segment_attention import DenseBlock
 from kvpress.cache.selection import Chosen
 from kvpress.cache.storage import per_pair
 from kvpress.cache.store import KVStore
@@ -66,7 +66,7 @@ class HostSegment(DenseSegment):
 
     # A model on the CPU reads the pairs in place; on another device, they are copied block by block.
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[DenseBlock]:
         return super().blocks() if self.home.type == "cpu" else Segment.blocks(self)
 
     def operand(self) -> kernels.Rows | None:

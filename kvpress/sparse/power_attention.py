@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvpress.core.checks import Size
-from kvpress.core.pattern import Prompt
+from kvpress.core.pattern import PromptTensors
 from kvpress.core.registry import register
 from kvpress.kernels import Tiles
 from kvpress.sparse.tiling import IN_CHUNKS, BlockGrid, PatternPress
@@ -36,7 +36,7 @@ class PowerAttentionPress(PatternPress):
     sinks: Size = 64
     window: Size = 256
 
-    def tiles(self, layer: int, prompt: Prompt) -> Tiles:
+    def tiles(self, layer: int, prompt: PromptTensors) -> Tiles:
         del layer
         grid = BlockGrid.of(prompt, self.block)
         sinks, window = (-(-size // self.block) for size in (self.sinks, self.window))

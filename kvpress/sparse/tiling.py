@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvpress.core.checks import Count, Range
 from kvpress.core.model import ModelFacts
-from kvpress.core.pattern import Pattern, Prompt
+from kvpress.core.pattern import Pattern, PromptTensors
 from kvpress.core.press import BasePress
 from kvpress.core.recipe import Recipe
 from kvpress.core.registry import Exemption
@@ -46,10 +46,10 @@ class PatternPress(BasePress):
 
     def pattern_at(self, layer: int) -> Pattern | None:
         """Return the pattern of a layer; None reads all of a prompt."""
-        return Reading(partial(self.tiles, layer), self.block)
+        return FunctionPattern(partial(self.tiles, layer), self.block)
 
     @abstractmethod
-    def tiles(self, layer: int, prompt: Prompt) -> Tiles:
+    def tiles(self, layer: int, prompt: PromptTensors) -> Tiles:
         """Return the tiles that a layer reads of a prompt."""
 
 
@@ -65,13 +65,13 @@ class EstimatedPress(PatternPress):
 
 
 @dataclass
-class Reading(Pattern):
+class FunctionPattern(Pattern):
     """Pattern whose tiles a function returns."""
 
-    choose: Callable[[Prompt], Tiles]
+    choose: Callable[[PromptTensors], Tiles]
     block: int = 64
 
-    def tiles(self, prompt: Prompt) -> Tiles:
+    def tiles(self, prompt: PromptTensors) -> Tiles:
         return self.choose(prompt)
 
 
@@ -89,7 +89,7 @@ class BlockGrid:
     """Tokens in a block."""
 
     @classmethod
-    def of(cls, prompt: Prompt, block: int) -> BlockGrid:
+    def of(cls, prompt: PromptTensors, block: int) -> BlockGrid:
         first, last = spans(prompt.new, prompt.total, block, prompt.keys.device)
         keys = torch.arange(prompt.shape(block)[-1], device=prompt.keys.device)
         return cls(keys, first[:, None], last[:, None], block)
@@ -100,7 +100,7 @@ class BlockGrid:
         return self.keys <= self.last
 
 
-def per_head(prompt: Prompt, estimate: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+def per_head(prompt: PromptTensors, estimate: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """Call `estimate(queries [b, G, Q, D], keys [b, 1, T, D])` for each KV head, and concatenate the results along dim 1."""
     group = prompt.group
     return torch.cat(
@@ -122,7 +122,7 @@ def means(vectors: Tensor, block: int) -> Tensor:
     return torch.cat(blocks, dim=-2)
 
 
-def mean_attention(prompt: Prompt, grid: BlockGrid) -> Tensor:
+def mean_attention(prompt: PromptTensors, grid: BlockGrid) -> Tensor:
     """Return the softmax over key blocks of mean queries and mean keys, causal, float32 `[b, Hq, nq, nk]`."""
 
     def weights(queries: Tensor, keys: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvpress.core.checks import Count, Share
-from kvpress.core.pattern import Prompt
+from kvpress.core.pattern import PromptTensors
 from kvpress.core.registry import register
 from kvpress.kernels import Tiles, tile_mass
 from kvpress.sparse.tiling import IN_CHUNKS, BlockGrid, EstimatedPress, capped, covering, per_head
@@ -50,7 +50,7 @@ class XAttentionPress(EstimatedPress):
         if self.block % self.stride:
             raise ValueError(f"stride must divide the {self.block} tokens of a block, got {self.stride}")
 
-    def tiles(self, layer: int, prompt: Prompt) -> Tiles:
+    def tiles(self, layer: int, prompt: PromptTensors) -> Tiles:
         del layer
         grid = BlockGrid.of(prompt, self.block)
         if self.threshold >= 1 and self.max_density >= 1:
@@ -61,7 +61,7 @@ class XAttentionPress(EstimatedPress):
         first = torch.where(grid.keys == 0, torch.inf, scores)
         return Tiles(capped(chosen | (grid.keys == 0), first, grid, self.max_density), self.block)
 
-    def _scores(self, queries: Tensor, keys: Tensor, prompt: Prompt) -> Tensor:
+    def _scores(self, queries: Tensor, keys: Tensor, prompt: PromptTensors) -> Tensor:
         """Return the scores of tiles, float32 `[b, G, nq, nk]`, of queries `[b, G, Q, D]` and keys `[b, 1, T, D]`."""
         stride, per = self.stride, self.block // self.stride
         new, total = queries.shape[2], keys.shape[2]

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from kvpress.cache.attention import Partial
 from kvpress.core.checks import Count, Share, Size
-from kvpress.core.pattern import Pattern, Prompt, everything
+from kvpress.core.pattern import Pattern, PromptTensors, everything
 from kvpress.core.registry import register
 from kvpress.kernels import Tiles
-from kvpress.sparse.tiling import IN_CHUNKS, Density, PatternPress, Reading, per_head
+from kvpress.sparse.tiling import IN_CHUNKS, Density, FunctionPattern, PatternPress, per_head
 
 
 @register(
@@ -63,7 +63,7 @@ class ZipVLPress(PatternPress):
             return super().pattern_at(layer)
         return SideBySide(partial(self.tiles, layer), self.block, important=self.important)
 
-    def tiles(self, layer: int, prompt: Prompt) -> Tiles:
+    def tiles(self, layer: int, prompt: PromptTensors) -> Tiles:
         """Return the important keys, if `wide`; the tiles that hold a query are always read."""
         del layer
         chosen = torch.zeros(prompt.shape(self.block), dtype=torch.bool, device=prompt.keys.device)
@@ -72,7 +72,7 @@ class ZipVLPress(PatternPress):
         heads = prompt.queries.shape[1]
         return Tiles(chosen, self.block, self.important(prompt)[:, None].expand(-1, heads, -1).contiguous())
 
-    def important(self, prompt: Prompt) -> Tensor:
+    def important(self, prompt: PromptTensors) -> Tensor:
         """Mark the tokens that attend to each other, bool `[b, T]`."""
         new, total, device = prompt.new, prompt.total, prompt.keys.device
         columns = torch.arange(total, device=device)
@@ -104,13 +104,13 @@ class ZipVLPress(PatternPress):
 
 
 @dataclass
-class SideBySide(Reading):
+class SideBySide(FunctionPattern):
     """Reads the important tokens as a dense prompt without the other tokens, and these by tiles."""
 
-    important: Callable[[Prompt], Tensor] = field(kw_only=True)
+    important: Callable[[PromptTensors], Tensor] = field(kw_only=True)
     """Returns the mask of the important tokens, bool `[b, T]`."""
 
-    def read(self, prompt: Prompt) -> Partial:
+    def read(self, prompt: PromptTensors) -> Partial:
         important = self.important(prompt)
         if bool(important.all()):
             return prompt.attend(everything(prompt, self.block))

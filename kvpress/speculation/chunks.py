@@ -25,7 +25,7 @@ CHOICE = "chunks that the target chose"
 
 
 @dataclass
-class Choice:
+class ChunkChoice:
     """Tokens that the draft reads, until the next choice."""
 
     read: Tensor
@@ -64,7 +64,7 @@ def _listed(segment: Segment, marked: Tensor) -> Chosen:
     return Chosen(rows, counts)
 
 
-def choose(form: RetrievedChunks, mask: Tensor, scores: Tensor | None = None) -> Choice:
+def choose(form: RetrievedChunks, mask: Tensor, scores: Tensor | None = None) -> ChunkChoice:
     """Choose the chunks with the largest mean of `scores [B, T]`, or the newest chunks if `scores` is None.
 
     The newest chunk is always read. Chunks count the real tokens, which `mask [B, T]` marks.
@@ -78,18 +78,18 @@ def choose(form: RetrievedChunks, mask: Tensor, scores: Tensor | None = None) ->
     means.scatter_(1, chunk[:, -1:], torch.inf)
     best = means.topk(min(form.chunks, count), dim=1)
     is_chosen = torch.zeros_like(means, dtype=torch.bool).scatter_(1, best.indices, best.values > -torch.inf)
-    return Choice(is_chosen.gather(1, chunk) & mask.bool())
+    return ChunkChoice(is_chosen.gather(1, chunk) & mask.bool())
 
 
 class ChunkSelector(Selector):
-    """Selects the chunks that `Choice.put` stored with a cache; see `RetrievedChunks`."""
+    """Selects the chunks that `ChunkChoice.put` stored with a cache; see `RetrievedChunks`."""
 
     def __init__(self, chunk: int) -> None:
         self.sealing = DenseCodec(group=chunk, residual=chunk)
 
     def choose(self, call: LayerCall, queries: Tensor, first: int = 0) -> Selection:
         del first
-        choice: Choice | None = call.tokens.shared.get(CHOICE)
+        choice: ChunkChoice | None = call.tokens.shared.get(CHOICE)
         selection = None if choice is None else choice.of(call.layer.index, call.store.segments, call.store.heads)
         tokens = len(queries) // (call.store.batch * call.store.heads)
         if selection is None or tokens == 1:
@@ -100,7 +100,7 @@ class ChunkSelector(Selector):
 
 
 @dataclass
-class ChunkPress(BasePress):
+class RetrievedChunkPress(BasePress):
     """Press that reads the chosen chunks of a cache, and the newest tokens."""
 
     chunk: int = 32

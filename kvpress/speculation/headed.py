@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvpress.speculation.eagle import EagleHead, Pairs
-from kvpress.speculation.reader import Reader
+from kvpress.speculation.reader import TokenReader
 
 
 class HeadReader:
@@ -52,7 +52,7 @@ class HeadReader:
         return self.pairs.bytes + self.hidden.nbytes
 
     @contextmanager
-    def recording(self, reader: Reader) -> Iterator[None]:
+    def recording(self, reader: TokenReader) -> Iterator[None]:
         """Record the last hidden states of the tokens that a reader of the target reads in a block."""
 
         def record(module: Any, args: Any, output: Any) -> None:

@@ -27,13 +27,13 @@ from kvpress.speculation.checks import (
     check_settings,
     inputs_of,
 )
-from kvpress.speculation.chunks import ChunkPress, choose
+from kvpress.speculation.chunks import RetrievedChunkPress, choose
 from kvpress.speculation.eagle import EagleHead
 from kvpress.speculation.forms import Draft, PartialVerification, RetrievedChunks, RetrievedPassages
 from kvpress.speculation.headed import HeadReader
 from kvpress.speculation.passages import shortened
 from kvpress.speculation.prompt import drafted, read_prompt
-from kvpress.speculation.reader import Reader
+from kvpress.speculation.reader import TokenReader
 
 
 @dataclass
@@ -148,7 +148,7 @@ class Loop:
         self.draft_is_target = draft.model is None or draft.model is model
         self.press, self.proposing = get_press(press), get_press(draft.press)
         if isinstance(self.retrieve, RetrievedChunks):
-            self.proposing = self.proposing + ChunkPress(self.retrieve.chunk)
+            self.proposing = self.proposing + RetrievedChunkPress(self.retrieve.chunk)
         if self.draft_is_target and not isinstance(self.retrieve, RetrievedPassages):
             self.proposing = drafted(self.press, self.proposing)
         self.verifying = None if verify is None else drafted(self.press, get_press(verify.press))
@@ -193,15 +193,17 @@ class Loop:
 
     def _read_prompt(self, mask: Tensor) -> None:
         """Fill all caches with the prompt, and generate the token after it."""
-        self.target = Reader(self.model, self.press, self.report.cache, mask)
-        self.drafter: Reader | HeadReader
+        self.target = TokenReader(self.model, self.press, self.report.cache, mask)
+        self.drafter: TokenReader | HeadReader
         if self.draft.head is None:
-            self.drafter = Reader(self.model if self.draft_is_target else self.draft.model, self.proposing, None, mask)
+            self.drafter = TokenReader(
+                self.model if self.draft_is_target else self.draft.model, self.proposing, None, mask
+            )
         else:
             self.drafter = HeadReader(self.model, self.draft.head, mask)
-        self.partial = None if self.verifying is None else Reader(self.model, self.verifying, None, mask)
+        self.partial = None if self.verifying is None else TokenReader(self.model, self.verifying, None, mask)
         self.others = [reader for reader in (self.drafter, self.partial) if reader is not None]
-        readers = [reader for reader in self.others if isinstance(reader, Reader)]
+        readers = [reader for reader in self.others if isinstance(reader, TokenReader)]
         if isinstance(self.retrieve, RetrievedChunks) and self.target.session.reads_itself:
             raise NotImplementedError(
                 f"{type(self.model).__name__} computes attention itself, so that its queries cannot choose chunks; use a "
@@ -217,7 +219,7 @@ class Loop:
             ids, self.drafter.mask = (self.ids, mask) if short is None else shortened(short, self.ids, mask)
             self.drafter.cache = new_cache(self.drafter.model)
             read_prompt(self.drafter, [], ids)
-        if isinstance(self.retrieve, RetrievedChunks) and isinstance(self.drafter, Reader):
+        if isinstance(self.retrieve, RetrievedChunks) and isinstance(self.drafter, TokenReader):
             choose(self.retrieve, mask).put(self.drafter.cache)
             self.target.session.recorded = []
         for reader in (self.target, *self.others):
@@ -227,7 +229,7 @@ class Loop:
         self.offset = self.drafter.seen - self.prompt
         self._append(draw(self._distribution(self.ids, logits[:, 0]))[:, None])
 
-    def _recording(self, reader: Reader) -> AbstractContextManager[None]:
+    def _recording(self, reader: TokenReader) -> AbstractContextManager[None]:
         """Record the hidden states of tokens that a reader of the target reads in a block, if the draft is a head."""
         return self.drafter.recording(reader) if isinstance(self.drafter, HeadReader) else nullcontext()
 
@@ -236,7 +238,7 @@ class Loop:
         """Install the sessions of target and draft, and crop all caches to accepted tokens if an error is raised."""
         with ExitStack() as stack:
             stack.enter_context(self.target.opened())
-            if not self.draft_is_target and isinstance(self.drafter, Reader):
+            if not self.draft_is_target and isinstance(self.drafter, TokenReader):
                 stack.enter_context(self.drafter.opened())
             try:
                 yield
@@ -276,7 +278,7 @@ class Loop:
         stacked = torch.stack(distributions, dim=1) if count else torch.empty(len(ids), 0, 0, device=ids.device)
         return ids[:, self.ids.shape[1] :], stacked
 
-    def _verify(self, reader: Reader, proposed: Tensor) -> Tensor:
+    def _verify(self, reader: TokenReader, proposed: Tensor) -> Tensor:
         """Return the distributions of the target at the proposed tokens and after them, `[B, k + 1, V]`."""
         ids = torch.cat([self.ids, proposed], dim=1)
         with self._recording(reader):
@@ -315,7 +317,7 @@ class Loop:
         """Update the chunks of the draft and the partial cache, after a round that the full cache verified."""
         if (
             isinstance(self.retrieve, RetrievedChunks)
-            and isinstance(self.drafter, Reader)
+            and isinstance(self.drafter, TokenReader)
             and rounds >= self.next_choice
         ):
             self.next_choice = rounds + self.retrieve.every
@@ -332,7 +334,7 @@ class Loop:
 
     def _finished_report(self) -> Speculation:
         """Return the result with sequences, passes and bytes."""
-        report, caches = self.report, [reader.cache for reader in self.others if isinstance(reader, Reader)]
+        report, caches = self.report, [reader.cache for reader in self.others if isinstance(reader, TokenReader)]
         report.sequences = self.ids
         readers = [reader for reader in (self.target, self.partial) if reader is not None]
         report.target_passes = sum(reader.passes for reader in readers)

@@ -14,10 +14,10 @@ from kvpress.hf.cache.branches import branch
 from kvpress.hf.generation.shared_prefill import prefill
 from kvpress.hf.models import new_cache
 from kvpress.hf.session.installation import same
-from kvpress.speculation.reader import Reader
+from kvpress.speculation.reader import TokenReader
 
 
-def read_prompt(target: Reader, others: list[Reader], ids: Tensor) -> Tensor:
+def read_prompt(target: TokenReader, others: list[TokenReader], ids: Tensor) -> Tensor:
     """Fill the caches of readers of one model with a prompt `[B, n]` and return the target's logits after it, `[B, 1, V]`.
 
     Readers that only select share the pairs of the target. Readers that evict or encode are filled in the same pass, unless a
@@ -47,7 +47,7 @@ def read_prompt(target: Reader, others: list[Reader], ids: Tensor) -> Tensor:
     return logits
 
 
-def _read_separately(reader: Reader, cache: Any, ids: Tensor) -> Tensor:
+def _read_separately(reader: TokenReader, cache: Any, ids: Tensor) -> Tensor:
     reader.cache = cache
     with reader.opened():
         return reader.read(ids)

@@ -33,7 +33,7 @@ class RecordingSession(Session):
             self.recorded.append((call.tokens.seen_before, call.queries, call.store, call.logits))
 
 
-class Reader:
+class TokenReader:
     """Reads tokens with a model, a press and a cache.
 
     The session of one reader of a model is installed for a block (`opened`). Other readers of the model replace it for the
@@ -109,6 +109,6 @@ class Reader:
                 return attention_of(queries[:, :, newest - before, None], store, logits, self.mask)
         raise ValueError(f"token {newest} was not read in the newest pass")
 
-    def share(self, source: Reader) -> None:
+    def share(self, source: TokenReader) -> None:
         """Replace the cache by a copy of the cache of another reader of the model; the copy shares its memory."""
         self.cache, self.mask = branch(source.cache, source.mask), source.mask

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 import kvpress
 from kvpress.core.model import ModelFacts
-from kvpress.core.pattern import Pattern, Prompt
+from kvpress.core.pattern import Pattern, PromptTensors
 from kvpress.core.recipe import Recipe
 from kvpress.kernels import Tiles
 from tests.models import padded_batch, position_ids, tiny_model, tokens
@@ -28,7 +28,7 @@ class Shape(Pattern):
     recent: int
     block: int = BLOCK
 
-    def tiles(self, prompt: Prompt) -> Tiles:
+    def tiles(self, prompt: PromptTensors) -> Tiles:
         row = (torch.arange(0, prompt.new, self.block) + prompt.total - prompt.new) // self.block
         column = torch.arange(-(-prompt.total // self.block))
         read = (column == 0) | (column > row[:, None] - self.recent)

@@ -17,7 +17,7 @@ from kvpress.core.scoring import Scored
 from kvpress.plan import Geometry, plan
 from kvpress.quant.budgeted import QUERIES, ByError, error
 from kvpress.quant.rotated import RotatedSegment
-from kvpress.quant.widths import Room, leaves
+from kvpress.quant.widths import SizeLimit, leaves
 from tests.models import full_layers, grow, padded_batch, position_ids, tiny_model, tokens
 
 
@@ -73,7 +73,7 @@ def test_windows_count_among_the_bytes() -> None:
     """Gemma 3 has sliding windows too: their bytes are subtracted from the size, and a size that they fill alone is refused."""
     model = tiny_model("gemma3_text")
     geometry = Geometry.of(model.config)
-    windows = Room(geometry, bytes=1).beside(300)
+    windows = SizeLimit(geometry, bytes=1).beside(300)
     assert windows > 0
     size = windows + 12_000
     with kvpress.FrontierPress(bytes=size)(model) as session:

@@ -19,7 +19,7 @@ from kvpress.quant import bit_allocation
 from kvpress.quant.bit_allocation import BITS, LOST, Layer, cheapest, worth
 from kvpress.quant.hadamard import hadamard
 from kvpress.quant.rotated import RotatedSegment, SteppedRows, gaussian_error
-from kvpress.quant.widths import FittingCodec, Room, leaves, pair_widths
+from kvpress.quant.widths import FittingCodec, SizeLimit, leaves, pair_widths
 from tests.models import tiny_model, tokens
 
 
@@ -197,7 +197,7 @@ def test_all_pairs_stay_where_all_fit() -> None:
 
 def test_turns_are_joined_by_width() -> None:
     """Pairs of two turns in different widths are read back in order with their slots and log-weights, one segment per width."""
-    codec, sealing, turns = FittingCodec(Room(None, smaller=10), per_pair=True), Sealing(2), []
+    codec, sealing, turns = FittingCodec(SizeLimit(None, smaller=10), per_pair=True), Sealing(2), []
     for first, lengths, used in ((0, (5, 3), (2, 4)), (9, (2, 6), (3, 4, 16))):
         layout, generator = Layout(lengths), torch.Generator().manual_seed(first)
         pairs = DenseSegment(*torch.randn(2, 8, 16, generator=generator).unbind(), layout, first=[first] * 2)

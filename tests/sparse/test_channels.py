@@ -16,7 +16,7 @@ from kvpress.calibrate import ChannelSettings, calibrate
 from kvpress.cli import app
 from kvpress.core import calibration as calibration
 from kvpress.hf.models import facts_of
-from kvpress.sparse.channels import Channels, read_official
+from kvpress.sparse.channels import ChannelTable, read_official
 from tests.models import full_layers, tiny_model, tokens
 from tests.projections import HEADS, KV_HEADS, projected
 
@@ -62,15 +62,15 @@ def test_both_formats_have_the_same_order(files: tuple[Path, Path]) -> None:
             assert (ranked[:, :-1] >= ranked[:, 1:]).all()
     # Keys have no group to aggregate over.
     for layer in range(3):
-        channels = [Channels.load(path, facts_of(model), key="k").of(layer, 32) for path in files]
+        channels = [ChannelTable.load(path, facts_of(model), key="k").of(layer, 32) for path in files]
         assert torch.equal(*channels)
 
 
 def test_query_heads_of_a_group_share_channels(files: tuple[Path, Path], tmp_path: Path) -> None:
     model = tiny_model("llama")
     statistics = calibration.read(files[0]).tensors
-    from_statistics = Channels.load(files[0], facts_of(model))
-    from_orders = Channels.load(files[1], facts_of(model))
+    from_statistics = ChannelTable.load(files[0], facts_of(model))
+    from_orders = ChannelTable.load(files[1], facts_of(model))
     content = json.loads(files[1].read_text())
     for layer in range(3):
         for head in range(KV_HEADS):
@@ -87,7 +87,7 @@ def test_a_file_of_all_decoder_layers_serves_a_model_with_sliding_layers(tmp_pat
     model, path = tiny_model("gemma3_text"), tmp_path / "all.json"
     order = torch.randperm(32).tolist()
     path.write_text(json.dumps({f"model.layers.{i}.self_attn.k_proj": [order, order] for i in range(3)}))
-    channels = Channels.load(path, facts_of(model), key="k")
+    channels = ChannelTable.load(path, facts_of(model), key="k")
     assert sorted(channels.orderings) == full_layers(model)
     assert channels.of(1, 4).tolist() == [order[:4]] * 2
 
@@ -101,7 +101,7 @@ def test_unsuitable_files_are_refused(files: tuple[Path, Path], tmp_path: Path) 
         change(content)
         path.write_text(json.dumps(content))
         with pytest.raises(ValueError, match=message):
-            Channels.load(path, facts_of(model))
+            ChannelTable.load(path, facts_of(model))
 
     refused(lambda content: content.pop(name), "'model.layers.1.self_attn.qk_proj' is in only one of the two")
     refused(lambda content: content.update({name.replace("1", "3"): content[name]}), "layers.3.* is for another model")
@@ -111,20 +111,20 @@ def test_unsuitable_files_are_refused(files: tuple[Path, Path], tmp_path: Path) 
     refused(lambda content: content[name][2].__setitem__(0, 0.5), "head 0: channels must be 0 to 31")
     path.write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
-        Channels.load(path, facts_of(model))
+        ChannelTable.load(path, facts_of(model))
     path.write_text("[]")
     with pytest.raises(ValueError, match="must hold a JSON object"):
-        Channels.load(path, facts_of(model))
+        ChannelTable.load(path, facts_of(model))
     for missing in ("no.json", "no.safetensors"):
         with pytest.raises(FileNotFoundError, match=f"kvpress calibrate --method double_sparsity .*--out .*{missing}"):
-            Channels.load(tmp_path / missing, facts_of(model))
+            ChannelTable.load(tmp_path / missing, facts_of(model))
     with pytest.raises(ValueError, match="differs from this model in weights"):
-        Channels.load(files[0], facts_of(tiny_model("llama", seed=1)))
+        ChannelTable.load(files[0], facts_of(tiny_model("llama", seed=1)))
     with pytest.raises(ValueError, match="is a calibration for 'cq', not for 'double_sparsity'"):
-        Channels.load(calibration.shipped("cq-4c8b"), facts_of(model))
+        ChannelTable.load(calibration.shipped("cq-4c8b"), facts_of(model))
     with pytest.raises(ValueError, match="key must be one of"):
-        Channels.load(files[0], facts_of(model), key="v")
-    channels = Channels.load(files[0], facts_of(model))
+        ChannelTable.load(files[0], facts_of(model), key="v")
+    channels = ChannelTable.load(files[0], facts_of(model))
     with pytest.raises(ValueError, match="r must be at most the head dim 32, got 33"):
         channels.of(0, 33)
     with pytest.raises(ValueError, match=r"layer 3 has no channels; layers with channels are 0, 1, 2"):
@@ -139,8 +139,8 @@ def test_the_command_writes_the_authors_format_and_the_reference_model_has_a_fil
     assert CliRunner().invoke(app, arguments).exit_code == 0
     assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
     model, _ = kvpress.load_model("reference")
-    shipped = Channels.load(calibration.shipped("double-sparsity"), facts_of(model))
-    written = Channels.load(out, facts_of(model))
+    shipped = ChannelTable.load(calibration.shipped("double-sparsity"), facts_of(model))
+    written = ChannelTable.load(out, facts_of(model))
     for layer in range(4):
         assert shipped.of(layer, 16).shape == written.of(layer, 16).shape == (2, 16)
     refused = CliRunner().invoke(app, [*arguments, "--no-fisher"])

@@ -16,7 +16,7 @@ from kvpress.core.selector import Selector
 from kvpress.hf.models import facts_of
 from kvpress.hf.session.session import session
 from kvpress.observe.call import LayerCall
-from kvpress.sparse.channels import Channels
+from kvpress.sparse.channels import ChannelTable
 from kvpress.sparse.double_sparsity import DoubleSparsityPress
 from tests.models import FAMILIES, padded_batch, tiny_model, tokens
 from tests.sparse.selecting import STORAGE, build, channels_file, prefilled, step
@@ -60,7 +60,7 @@ def test_labels_are_the_chosen_channels_of_the_keys(storage: str, bits: int) -> 
     spec = f"double_sparsity:budget={{budget}},skip_layers=1,channels=8,label_bits={bits},calibration={{channels}}"
     press = build(spec, 20, storage)
     _, cache, _ = prefilled(press, padded=True)
-    channels = Channels.load(channels_file(model), facts_of(model))
+    channels = ChannelTable.load(channels_file(model), facts_of(model))
     assert not any("labels" in segment.index for segment in cache.layers[0].store.segments)
     for layer in (1, 2):
         for segment in cache.layers[layer].store.segments:
@@ -80,10 +80,10 @@ def test_labels_are_the_chosen_channels_of_the_keys(storage: str, bits: int) -> 
 def test_a_file_of_the_authors_and_a_calibration_choose_alike(tmp_path: Path) -> None:
     """Statistics of keys are equal within a group of query heads, so that ranks order channels like the statistics."""
     model, _ = kvpress.load_model("reference")
-    ours = Channels.load(kvpress.DoubleSparsityPress().source, facts_of(model), "k")
+    ours = ChannelTable.load(kvpress.DoubleSparsityPress().source, facts_of(model), "k")
     layers = {f"model.layers.{i}.self_attn.k_proj": order.tolist() for i, order in ours.orderings.items()}
     (tmp_path / "official.json").write_text(json.dumps(layers))
-    theirs = Channels.load(tmp_path / "official.json", facts_of(model), "k")
+    theirs = ChannelTable.load(tmp_path / "official.json", facts_of(model), "k")
     assert all(torch.equal(ours.orderings[i], theirs.orderings[i]) for i in ours.orderings)
     press = DoubleSparsityPress(0.25, calibration=str(tmp_path / "official.json"), statistic="k")
     ids = torch.randint(20, 900, (1, 300), generator=torch.Generator().manual_seed(0))

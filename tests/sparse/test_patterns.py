@@ -17,8 +17,8 @@ import kvpress
 from kvpress.cache.attention import Logits
 from kvpress.calibrate import PatternSettings, calibrate
 from kvpress.calibrate.minference import candidates
-from kvpress.core.host import Asked
-from kvpress.core.pattern import Prompt
+from kvpress.core.host import AttentionInputs
+from kvpress.core.pattern import PromptTensors
 from kvpress.hf.attention.attention_override import attending
 from kvpress.presses.duo_attention import OutsideMass
 from kvpress.sparse.lines import newest_attention, slash_scores
@@ -44,15 +44,15 @@ ESTIMATED = ["xattention:threshold=1.0,block=8", "minference:block=8", "flex_pre
 ZIPCACHE = "zipcache:bits=4,low_bits=2,interval=16,residual_length=12,probe_ratio=0.3"
 
 
-def prompt(new: int = 96, total: int = 96, group: int = 2, batch: int = 2) -> Prompt:
+def prompt(new: int = 96, total: int = 96, group: int = 2, batch: int = 2) -> PromptTensors:
     """Return a random prompt with peaked heads."""
     shape = lambda heads, n: (batch, heads, n, 16)  # noqa: E731
-    return Prompt(
+    return PromptTensors(
         2 * torch.randn(shape(2 * group, new)), torch.randn(shape(2, total)), torch.randn(shape(2, total)), Logits(0.25)
     )
 
 
-def weights(inputs: Prompt) -> Tensor:
+def weights(inputs: PromptTensors) -> Tensor:
     """Return the softmax of all queries over all keys, `[b, Hq, Q, T]`."""
     logits = inputs.queries @ inputs.keys.repeat_interleave(inputs.group, dim=1).transpose(2, 3) * inputs.logits.scale
     seen = torch.ones(inputs.new, inputs.total, dtype=torch.bool).tril(inputs.total - inputs.new)
@@ -457,9 +457,11 @@ def test_minference_is_calibrated_to_the_attention_of_heads(family: str, tmp_pat
     press = kvpress.MInferencePress(last=16, block=8, max_density=0.5)
     queries = torch.arange(64) * 2 + 1
 
-    def measure(attention_call: Asked) -> None:
+    def measure(attention_call: AttentionInputs) -> None:
         if attention_call.layer in shares:
-            read = Prompt(attention_call.queries, attention_call.keys, attention_call.values, attention_call.logits)
+            read = PromptTensors(
+                attention_call.queries, attention_call.keys, attention_call.values, attention_call.logits
+            )
             kept = [
                 press.tiles_of(HeadPatterns.alike(heads, *pattern), read).pairs(128, 128)[0, :, queries]
                 for pattern in candidates(64)

@@ -10,10 +10,10 @@ import torch
 from transformers import DynamicCache
 
 import kvpress
-from kvpress.speculation.chunks import CHOICE, Choice, choose
+from kvpress.speculation.chunks import CHOICE, ChunkChoice, choose
 from kvpress.speculation.forms import Draft, RetrievedChunks, RetrievedPassages
 from kvpress.speculation.passages import shortened
-from kvpress.speculation.reader import Reader
+from kvpress.speculation.reader import TokenReader
 from tests.models import padded_batch, position_ids, tiny_model, tokens
 
 
@@ -43,7 +43,7 @@ def test_newest_attention_is_the_attention_of_the_model() -> None:
     ids, mask = padded_batch([60, 41])
     weights = model(ids, attention_mask=mask, position_ids=position_ids(mask), output_attentions=True).attentions[-1]
     for press in ("none", "quest:budget=600,page_size=4,skip_layers=0"):
-        reader = Reader(model, kvpress.get_press(press), DynamicCache(config=model.config), mask[:, :50])
+        reader = TokenReader(model, kvpress.get_press(press), DynamicCache(config=model.config), mask[:, :50])
         reader.session.recorded = []
         with reader.opened():
             reader.read(ids[:, :50])
@@ -61,11 +61,13 @@ def test_a_draft_reads_only_the_chosen_tokens() -> None:
     ids, mask = padded_batch([60, 41])
     form = RetrievedChunks(chunk=8, chunks=2)
     read = choose(form, mask, torch.rand(2, 60)).read
-    reader = Reader(model, kvpress.speculation.chunks.ChunkPress(form.chunk), DynamicCache(config=model.config), mask)
+    reader = TokenReader(
+        model, kvpress.speculation.chunks.RetrievedChunkPress(form.chunk), DynamicCache(config=model.config), mask
+    )
     new = tokens(2, 1, seed=5)
     with reader.opened():
         reader.read(ids)
-        Choice(read).put(reader.cache)
+        ChunkChoice(read).put(reader.cache)
         logits = reader.read(new)[:, -1]
     sealed = torch.zeros(2, 60, dtype=torch.bool)
     store = reader.cache.layers[0].store

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvpress
-from kvpress.observe.pictures import Grid, lay_out
+from kvpress.observe.pictures import PictureShape, lay_out
 from kvpress.observe.spans import SPANS, SpanTracker
 from tests.models import tokens
 from tests.vision.models import FIRST, IMAGE, LAST, VIDEO, image_batch, tiny_vlm
@@ -75,7 +75,11 @@ def test_an_image_has_the_grid_of_the_call_or_of_the_configuration(kind: str, si
 
 def test_adjacent_images_are_two_and_grids_go_by_row_and_kind() -> None:
     ids = torch.tensor([[0, 9, 9, 9, 9, 9, 9], [5, 9, 9, 8, 8, 5, 5]])
-    cells = lay_out(ids, {9: [Grid(1, 2, 2), Grid(1, 1, 2), Grid(1, 2, 1)], 8: [Grid(2, 1, 1)]}, before=10)
+    cells = lay_out(
+        ids,
+        {9: [PictureShape(1, 2, 2), PictureShape(1, 1, 2), PictureShape(1, 2, 1)], 8: [PictureShape(2, 1, 1)]},
+        before=10,
+    )
     assert cells[0].tolist() == [
         [-1] * 4,
         *[[11, 0, 0, 0], [11, 0, 0, 1], [11, 0, 1, 0], [11, 0, 1, 1]],
@@ -87,10 +91,15 @@ def test_adjacent_images_are_two_and_grids_go_by_row_and_kind() -> None:
 
 @pytest.mark.parametrize(
     "grids",
-    [[], [Grid(1, 2, 2)], [Grid(1, 2, 4), Grid(1, 0, 2)], [Grid(1, 1, 3), Grid(1, 1, 5)]],
+    [
+        [],
+        [PictureShape(1, 2, 2)],
+        [PictureShape(1, 2, 4), PictureShape(1, 0, 2)],
+        [PictureShape(1, 1, 3), PictureShape(1, 1, 5)],
+    ],
     ids=["none", "too few", "empty", "across rows"],
 )
-def test_grids_that_do_not_agree_with_the_tokens_are_ignored(grids: list[Grid]) -> None:
+def test_grids_that_do_not_agree_with_the_tokens_are_ignored(grids: list[PictureShape]) -> None:
     assert (lay_out(torch.tensor([[9, 9, 9, 9], [9, 9, 9, 9]]), {9: grids}, 0) == -1).all()
 
 

@@ -14,9 +14,9 @@ from transformers import Cache
 
 import kvpress
 from kvpress.core.effect import left_whole
-from kvpress_eval.fidelity.continuation import Reading, Watcher, continue_reading, read_prompts
+from kvpress_eval.fidelity.continuation import ContinuationLogits, Watcher, continue_reading, read_prompts
 from kvpress_eval.fidelity.figures import Fidelity, LayerFigures, kl_divergence, negative_log_likelihood
-from kvpress_eval.fidelity.layers import Meter, Recorder, by_layer
+from kvpress_eval.fidelity.layers import LayerRecorder, Meter, by_layer
 from kvpress_eval.results.summary import BASELINE
 from kvpress_eval.run.models import Engine
 from kvpress_eval.run.progress import RunProgress
@@ -37,7 +37,7 @@ class _Measured:
     isolated: list[Meter] = field(default_factory=list)
     """Meters of layers that get the inputs of the full cache; empty without `layers`."""
 
-    def add(self, full: Reading, reading: Reading, tokens: Tensor) -> None:
+    def add(self, full: ContinuationLogits, reading: ContinuationLogits, tokens: Tensor) -> None:
         """Add the figures of a batch: `full` and `reading` continue with the same `tokens [B, n]`."""
         agrees = full.logits.argmax(-1) == reading.logits.argmax(-1)
         likelihoods = (negative_log_likelihood(logits, tokens) for logits in (reading.logits, full.logits))
@@ -88,10 +88,10 @@ class Comparison:
     """Tokens of the continuation that one pass reads."""
     layers: bool = False
     """Measure every layer too."""
-    _full: dict[int, Reading] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _full: dict[int, ContinuationLogits] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
-    def full(self) -> list[Reading]:
+    def full(self) -> list[ContinuationLogits]:
         """Readings with the full cache, one per batch, in the same chunks, so that rounding is the same."""
         self.fidelities(())
         return list(self._full.values())
@@ -129,18 +129,18 @@ class Comparison:
                     progress.advance(1)
         return [measured[press].fidelity(press) for press in presses]
 
-    def read(self, press: str, batch: Tensor) -> Reading:
+    def read(self, press: str, batch: Tensor) -> ContinuationLogits:
         """Read the contexts of `batch [B, context + tokens]` in one pass, and the continuations in chunks."""
         ((_, cache),) = read_prompts(self.engine.model, (press,), batch[:, : self.context])
         return self._continue(press, cache, batch[:, self.context :])
 
-    def _record(self, cache: Cache, tokens: Tensor) -> Reading:
+    def _record(self, cache: Cache, tokens: Tensor) -> ContinuationLogits:
         if not self.layers:
             return self._continue(BASELINE, cache, tokens)
-        recorder = Recorder()
+        recorder = LayerRecorder()
         return replace(self._continue(BASELINE, cache, tokens, recorder.on), layers=recorder.layers)
 
-    def _measure(self, measured: _Measured, press: str, cache: Cache, tokens: Tensor, full: Reading) -> None:
+    def _measure(self, measured: _Measured, press: str, cache: Cache, tokens: Tensor, full: ContinuationLogits) -> None:
         if self.layers:
             measured.running.append(Meter(full.layers))
             measured.isolated.append(Meter(full.layers, isolated=True))
@@ -148,7 +148,7 @@ class Comparison:
         watch = measured.running[-1].on if self.layers else None
         measured.add(full, self._continue(press, cache, tokens, watch), tokens)
 
-    def _continue(self, press: str, cache: Cache, tokens: Tensor, watch: Watcher | None = None) -> Reading:
+    def _continue(self, press: str, cache: Cache, tokens: Tensor, watch: Watcher | None = None) -> ContinuationLogits:
         return continue_reading(self.engine.model, press, cache, tokens, self.chunk, watch)
 
 

@@ -30,7 +30,7 @@ _PROMPT, _CONTINUATION = 0, 1
 
 
 @dataclass(frozen=True)
-class Reading:
+class ContinuationLogits:
     """Logits of a continuation, and the memory of the cache before and after."""
 
     logits: Tensor
@@ -61,7 +61,7 @@ def read_prompts(model: Any, presses: Sequence[str], ids: Tensor, following: int
 @torch.inference_mode()
 def continue_reading(
     model: Any, press: str, cache: Cache, ids: Tensor, chunk: int, watch: Watcher | None = None
-) -> Reading:
+) -> ContinuationLogits:
     """Continue the cache of a press with `ids [B, tokens]`, `chunk` tokens in a pass; `watch` observes these passes.
 
     Raises:
@@ -81,7 +81,7 @@ def continue_reading(
     joined = torch.cat(logits, dim=1)
     if joined.isnan().any():
         raise EvalError(f"press {press!r}: NaN in the logits")
-    return Reading(joined, prompt, kvpress.memory_report(cache))
+    return ContinuationLogits(joined, prompt, kvpress.memory_report(cache))
 
 
 @contextmanager

@@ -100,7 +100,7 @@ class FullLayer:
         return torch.softmax(self.call.logits(group_queries(query, store.heads), keys), dim=-1)
 
 
-class Recorder:
+class LayerRecorder:
     """Record the layers of a full cache along a continuation."""
 
     def __init__(self) -> None:

@@ -41,7 +41,7 @@ Request = tuple[Any, list[int], list[int]]
 
 
 @dataclass
-class Held:
+class HeldMemory:
     """Memory of the compressed caches of prompts, summed over batches."""
 
     prompts: int = 0
@@ -91,7 +91,7 @@ class KVPressLM(HFLM):
                 "mixed_precision_dtype gives keys and values of different dtypes; load the model with dtype"
             )
         self.press = _read_press(press)
-        self.held = Held()
+        self.held = HeldMemory()
         super().__init__(folder_of(pretrained) if isinstance(pretrained, str) else pretrained, **kwargs)
         if self.backend != "causal":
             raise ConfigError(f"{pretrained!r} is an encoder-decoder model; presses work on decoder-only models")

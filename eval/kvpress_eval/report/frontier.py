@@ -14,7 +14,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from kvpress_eval.report.labels import Label, Segment, place_labels
 from kvpress_eval.report.plotting import ACCENT, FORMATS, GRID, INK, MUTED, is_narrow, to_files, to_svg
-from kvpress_eval.results.stats import Estimate
+from kvpress_eval.results.stats import ScoreInterval
 from kvpress_eval.results.summary import PressSummary
 
 _SHORT = 24
@@ -38,7 +38,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Axis:
+class PlotAxis:
     """Horizontal axis of a plot."""
 
     title: str
@@ -49,8 +49,8 @@ class Axis:
     """Logarithmic to base 2."""
 
 
-MEMORY = Axis("Cache size, % of the uncompressed cache", "%", log=True)
-SPEED = Axis("Time per generated token, ms", " ms", log=False)
+MEMORY = PlotAxis("Cache size, % of the uncompressed cache", "%", log=True)
+SPEED = PlotAxis("Time per generated token, ms", " ms", log=False)
 
 
 def memory_points(summaries: Sequence[PressSummary]) -> list[Point]:
@@ -74,7 +74,7 @@ def frontier(points: Sequence[Point]) -> list[Point]:
     return best
 
 
-def frontier_svg(points: Sequence[Point], axis: Axis) -> Markup:
+def frontier_svg(points: Sequence[Point], axis: PlotAxis) -> Markup:
     """Return one plot as SVG for a page."""
     return to_svg(
         lambda figure: draw(figure.add_subplot(), points, axis, _SHORT if is_narrow(figure) else None),
@@ -93,7 +93,7 @@ def frontier_files(summaries: Sequence[PressSummary], formats: Sequence[str] = F
     return to_files(both, "frontier", (13, 5), formats)
 
 
-def draw(axes: Axes, points: Sequence[Point], axis: Axis, width: int | None = None) -> None:
+def draw(axes: Axes, points: Sequence[Point], axis: PlotAxis, width: int | None = None) -> None:
     """Draw the presses of one plot, the frontier in colour and all others in grey; `width` limits the lines of labels."""
     accuracy_axes(axes, axis.title)
     if not points:
@@ -136,11 +136,11 @@ def _steps(best: Sequence[Point]) -> list[Segment]:
     return steps
 
 
-def _point(summary: PressSummary, accuracy: Estimate, cost: float) -> Point:
+def _point(summary: PressSummary, accuracy: ScoreInterval, cost: float) -> Point:
     return Point(summary.press, cost, 100 * accuracy.mean, 100 * accuracy.low, 100 * accuracy.high)
 
 
-def _set_range(axes: Axes, costs: Sequence[float], axis: Axis) -> None:
+def _set_range(axes: Axes, costs: Sequence[float], axis: PlotAxis) -> None:
     low, high = min(costs), max(costs)
     if axis.log:
         axes.set_xscale("log", base=2)

@@ -28,7 +28,7 @@ _LEGEND = 46
 
 
 @dataclass(frozen=True)
-class Line:
+class AccuracyLine:
     """Accuracies of one press, or of presses that differ in their ratio only."""
 
     label: str
@@ -37,16 +37,18 @@ class Line:
     """Accuracy by length or ratio."""
 
 
-def length_lines(summaries: Sequence[PressSummary]) -> list[Line]:
+def length_lines(summaries: Sequence[PressSummary]) -> list[AccuracyLine]:
     """Return one line per press with its accuracy at each length; presses with a single length are left out."""
     lines = [
-        Line(s.press, {length: value for length, value in sorted(s.lengths.items()) if length and value is not None})
+        AccuracyLine(
+            s.press, {length: value for length, value in sorted(s.lengths.items()) if length and value is not None}
+        )
         for s in summaries
     ]
     return [line for line in lines if len(line.points) > 1]
 
 
-def ratio_lines(summaries: Sequence[PressSummary]) -> list[Line]:
+def ratio_lines(summaries: Sequence[PressSummary]) -> list[AccuracyLine]:
     """Return one line per press that has results at several ratios; the press `none` is their point at ratio 0."""
     families: dict[str, dict[float, float]] = {}
     none = next((s.accuracy.mean for s in summaries if s.press == BASELINE and s.accuracy), None)
@@ -55,7 +57,11 @@ def ratio_lines(summaries: Sequence[PressSummary]) -> list[Line]:
         if ratio is not None and summary.accuracy:
             families.setdefault(family, {})[ratio] = summary.accuracy.mean
     start = {} if none is None else {0.0: none}
-    return [Line(name, dict(sorted((start | points).items()))) for name, points in families.items() if len(points) > 1]
+    return [
+        AccuracyLine(name, dict(sorted((start | points).items())))
+        for name, points in families.items()
+        if len(points) > 1
+    ]
 
 
 def split_ratio(press: str) -> tuple[str, float | None]:
@@ -68,12 +74,12 @@ def split_ratio(press: str) -> tuple[str, float | None]:
     return f"{press[: match.start()]}{named}{{ratio}}{press[match.end() :]}", float(value)
 
 
-def length_svg(lines: Sequence[Line]) -> Markup:
+def length_svg(lines: Sequence[AccuracyLine]) -> Markup:
     """Return the plot over lengths as SVG for a page."""
     return to_svg(lambda figure: _draw_lengths(figure, lines), "Accuracy against length")
 
 
-def ratio_svg(lines: Sequence[Line]) -> Markup:
+def ratio_svg(lines: Sequence[AccuracyLine]) -> Markup:
     """Return the plot over ratios as SVG for a page."""
     return to_svg(lambda figure: _draw_ratios(figure, lines), "Accuracy against ratio")
 
@@ -88,7 +94,7 @@ def line_files(summaries: Sequence[PressSummary], formats: Sequence[str] = FORMA
     return files
 
 
-def _draw_lengths(figure: Figure, lines: Sequence[Line]) -> None:
+def _draw_lengths(figure: Figure, lines: Sequence[AccuracyLine]) -> None:
     axes = _draw(figure, lines, "Length of the context, tokens")
     lengths = sorted({length for line in lines for length in line.points})
     axes.set_xscale("log", base=2)
@@ -97,11 +103,11 @@ def _draw_lengths(figure: Figure, lines: Sequence[Line]) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
-def _draw_ratios(figure: Figure, lines: Sequence[Line]) -> None:
+def _draw_ratios(figure: Figure, lines: Sequence[AccuracyLine]) -> None:
     _draw(figure, lines, "Compression ratio that was asked for")
 
 
-def _draw(figure: Figure, lines: Sequence[Line], title: str) -> Axes:
+def _draw(figure: Figure, lines: Sequence[AccuracyLine], title: str) -> Axes:
     """Draw the lines with a legend below, the best press first; lines of one colour differ in their markers."""
     axes = figure.add_subplot()
     accuracy_axes(axes, title)

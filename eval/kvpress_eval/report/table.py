@@ -13,7 +13,7 @@ from rich.text import Text
 
 from kvpress_eval.common.terminal import MISSING, Name, number, plain_table
 from kvpress_eval.results.pairs import Pair
-from kvpress_eval.results.stats import ALPHA, Estimate
+from kvpress_eval.results.stats import ALPHA, ScoreInterval
 from kvpress_eval.results.summary import Place, PressSummary
 from kvpress_eval.tasks.longbench.subsets import averages
 
@@ -37,12 +37,12 @@ class Column:
     """Fold long texts on a terminal."""
 
 
-def percent(estimate: Estimate | None) -> str:
+def percent(estimate: ScoreInterval | None) -> str:
     """Return a mean in per cent."""
     return MISSING if estimate is None else f"{100 * estimate.mean:.1f}"
 
 
-def interval(estimate: Estimate | None) -> str:
+def interval(estimate: ScoreInterval | None) -> str:
     """Return the bounds of a confidence interval in per cent."""
     return MISSING if estimate is None else f"{100 * estimate.low:.0f}-{100 * estimate.high:.0f}"
 
@@ -200,7 +200,7 @@ def pair_record(pair: Pair) -> dict[str, Any]:
     }
 
 
-def _ends(estimate: Estimate | None, *names: str) -> dict[str, float | None]:
+def _ends(estimate: ScoreInterval | None, *names: str) -> dict[str, float | None]:
     values = (estimate.mean, estimate.low, estimate.high) if estimate else (None, None, None)
     return dict(zip(names, values, strict=True))
 

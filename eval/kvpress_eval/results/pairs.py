@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from kvpress_eval.results.cells import CellResult
-from kvpress_eval.results.stats import Estimate, holm, paired_difference, paired_p_value
+from kvpress_eval.results.stats import ScoreInterval, holm, paired_difference, paired_p_value
 from kvpress_eval.results.summary import paired_scores, place_of
 
 
@@ -18,7 +18,7 @@ class Pair:
 
     press: str
     other: str
-    difference: Estimate
+    difference: ScoreInterval
     """Mean score of `press` minus that of `other`."""
     p_value: float
     """Valid for a pair that was chosen before its figures were seen."""

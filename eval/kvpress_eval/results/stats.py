@@ -17,7 +17,7 @@ _SEED = 0
 
 
 @dataclass(frozen=True)
-class Estimate:
+class ScoreInterval:
     """Mean with its 95% confidence interval."""
 
     mean: float
@@ -25,7 +25,7 @@ class Estimate:
     high: float
 
 
-def mean_interval(groups: Sequence[Sequence[float]]) -> Estimate:
+def mean_interval(groups: Sequence[Sequence[float]]) -> ScoreInterval:
     """Return the mean of the group means of scores in [0, 1], with its interval.
 
     Percentile bootstrap, resampled within each group, or over all scores if no group has any spread. If all scores are 0, or
@@ -34,21 +34,21 @@ def mean_interval(groups: Sequence[Sequence[float]]) -> Estimate:
     values = np.concatenate([np.asarray(group, dtype=float) for group in groups])
     bound = 1 - (ALPHA / 2) ** (1 / len(values))
     if (values == 1).all():
-        return Estimate(1.0, 1 - bound, 1.0)
+        return ScoreInterval(1.0, 1 - bound, 1.0)
     if (values == 0).all():
-        return Estimate(0.0, 0.0, bound)
+        return ScoreInterval(0.0, 0.0, bound)
     if len(values) == 1:
-        return Estimate(float(values[0]), 0.0, 1.0)
+        return ScoreInterval(float(values[0]), 0.0, 1.0)
     spread = any(len(set(group)) > 1 for group in groups)
     return _bootstrap(groups if spread else [values.tolist()])
 
 
-def paired_difference(groups: Sequence[Sequence[tuple[float, float]]]) -> Estimate:
+def paired_difference(groups: Sequence[Sequence[tuple[float, float]]]) -> ScoreInterval:
     """Return the mean of `ours - theirs` over pairs of scores of the same sample, with its interval."""
     return _bootstrap([[ours - theirs for ours, theirs in group] for group in groups])
 
 
-def paired_difference_bounds(pairs: Sequence[tuple[float, float]]) -> Estimate:
+def paired_difference_bounds(pairs: Sequence[tuple[float, float]]) -> ScoreInterval:
     """Return the mean of `ours - theirs` over pairs, with an interval that is valid for few pairs too.
 
     If all pairs have the same difference, resampling shows no spread. The interval is then widened by 1 - (alpha/2)^(1/n), the
@@ -58,7 +58,7 @@ def paired_difference_bounds(pairs: Sequence[tuple[float, float]]) -> Estimate:
     if estimate.low < estimate.high:
         return estimate
     bound = 1 - (ALPHA / 2) ** (1 / len(pairs))
-    return Estimate(estimate.mean, max(-1.0, estimate.mean - bound), min(1.0, estimate.mean + bound))
+    return ScoreInterval(estimate.mean, max(-1.0, estimate.mean - bound), min(1.0, estimate.mean + bound))
 
 
 def paired_p_value(groups: Sequence[Sequence[tuple[float, float]]]) -> float:
@@ -99,17 +99,17 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return [float(p) for p in adjusted]
 
 
-def _bootstrap(groups: Sequence[Sequence[float]]) -> Estimate:
+def _bootstrap(groups: Sequence[Sequence[float]]) -> ScoreInterval:
     """Resample within groups; the interval does not depend on the order of the scores."""
     # scipy requires two observations per group, so that a single one is repeated.
     ordered = [np.asarray(group * (2 if len(group) == 1 else 1)) for group in sorted(sorted(group) for group in groups)]
     mean = float(np.mean([np.mean(group) for group in groups]))
     if all((group == group[0]).all() for group in ordered):
-        return Estimate(mean, mean, mean)
+        return ScoreInterval(mean, mean, mean)
     interval = stats.bootstrap(
         ordered, _mean_of_means, n_resamples=RESAMPLES, confidence_level=1 - ALPHA, method="percentile", rng=_SEED
     ).confidence_interval
-    return Estimate(mean, float(interval.low), float(interval.high))
+    return ScoreInterval(mean, float(interval.low), float(interval.high))
 
 
 def _mean_of_means(*groups: NDArray[np.float64], axis: int) -> NDArray[np.float64]:

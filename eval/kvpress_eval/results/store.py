@@ -33,7 +33,7 @@ CODE = "code"
 """Key in the spec of a cell whose press is a user's class: a hash of the source that defines it."""
 
 
-class Results(Protocol):
+class ResultSink(Protocol):
     """Destination of the results of a cell: its folder, or the process that owns the folder (`run/worker.py`)."""
 
     def claim(self) -> AbstractContextManager[bool]:

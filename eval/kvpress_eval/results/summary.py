@@ -9,7 +9,7 @@ from statistics import fmean, median
 from typing import TypeVar
 
 from kvpress_eval.results.cells import CellResult
-from kvpress_eval.results.stats import ALPHA, Estimate, holm, mean_interval, paired_difference, paired_p_value
+from kvpress_eval.results.stats import ALPHA, ScoreInterval, holm, mean_interval, paired_difference, paired_p_value
 
 BASELINE = "none"
 
@@ -24,8 +24,8 @@ class PressSummary:
 
     press: str
     samples: int
-    accuracy: Estimate | None
-    difference: Estimate | None
+    accuracy: ScoreInterval | None
+    difference: ScoreInterval | None
     """Accuracy minus that of `none`, over paired samples."""
     p_value: float | None
     """Paired test against `none`, Holm-adjusted for all tested presses."""

@@ -26,7 +26,7 @@ from kvpress_eval.run.generation import parts
 from kvpress_eval.run.interrupt import Interrupt
 from kvpress_eval.run.progress import RunProgress
 from kvpress_eval.run.savings import Savings
-from kvpress_eval.run.worker import Call, Introduction, Part, Worker
+from kvpress_eval.run.worker import Call, Introduction, JobPart, Worker
 from kvpress_eval.tasks.source import Source
 
 _TICK = 0.5
@@ -253,7 +253,7 @@ class _WorkerPool:
             task.claims.close()
             return
         rows = {cell.id: task.stores[cell.id].open(cell.spec, task.source.ids) for cell in cells}
-        part = Part(task.source, cells, rows, shown=task.source is self.sources[0])
+        part = JobPart(task.source, cells, rows, shown=task.source is self.sources[0])
         handle.task, handle.started = task, time.monotonic()
         handle.pending = handle.actor.run.options(num_returns="streaming").remote(part)
 

@@ -54,7 +54,7 @@ class PressEstimate:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class RunEstimate:
     """Estimate of a run."""
 
     config: RunConfig
@@ -85,7 +85,7 @@ class Estimate:
         )
 
 
-def estimate(config: RunConfig) -> Estimate:
+def estimate(config: RunConfig) -> RunEstimate:
     """Estimate a run from the model's configuration, the existing results in its folder, and a speed test of a second.
 
     Raises:
@@ -116,7 +116,7 @@ def estimate(config: RunConfig) -> Estimate:
         samples, done = sum(len(cell.source.ids) for cell in press_cells), sum(map(len, rows.values()))
         presses.append(PressEstimate(press, samples, done, max(caches.values(), default=None), seconds))
     together = sum(item.cache_bytes or 0 for item in presses)
-    return Estimate(config, presses, shape.weight_bytes, together, sum(reading.values()) + answering, measured)
+    return RunEstimate(config, presses, shape.weight_bytes, together, sum(reading.values()) + answering, measured)
 
 
 def _rows(config: RunConfig, cell: Cell) -> list[Row]:

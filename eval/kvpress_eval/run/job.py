@@ -19,7 +19,7 @@ from kvpress.core.effect import left_whole_note
 from kvpress.hf.positions import check_positions
 from kvpress_eval.common.errors import EvalError
 from kvpress_eval.config.schema import RunConfig
-from kvpress_eval.results.store import Results, Row
+from kvpress_eval.results.store import ResultSink, Row
 from kvpress_eval.run import memory
 from kvpress_eval.run.cells import Cell
 from kvpress_eval.run.environment import now
@@ -46,7 +46,7 @@ class _Running:
     """A cell that this process has claimed."""
 
     cell: Cell
-    store: Results
+    store: ResultSink
     rows: dict[str, Row]
     """Finished rows by sample id."""
     press: Any
@@ -89,7 +89,7 @@ class Job:
     run_id: str
     progress: JobProgress
     interrupt: Interrupt
-    results: Callable[[str], Results]
+    results: Callable[[str], ResultSink]
     """Returns the destination of results by cell id."""
     shown: Source | None
     """Source whose kept tokens are recorded, once per press."""

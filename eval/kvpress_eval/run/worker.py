@@ -13,7 +13,7 @@ from typing import Any
 
 import kvpress
 from kvpress_eval.config.schema import RunConfig
-from kvpress_eval.results.store import Results, Row
+from kvpress_eval.results.store import ResultSink, Row
 from kvpress_eval.run.cells import Cell
 from kvpress_eval.run.environment import describe_run
 from kvpress_eval.run.interrupt import Interrupt
@@ -33,7 +33,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Part:
+class JobPart:
     """Cells of one source that are run together."""
 
     source: Source
@@ -143,7 +143,7 @@ class Worker:
         self._record = describe_run(self._config, engine)
         return Introduction(self._record, engine.fingerprint, engine.device, engine.dtype)
 
-    def run(self, part: Part) -> Iterator[Call | Savings]:
+    def run(self, part: JobPart) -> Iterator[Call | Savings]:
         """Yield each result at once, and the savings at the end; raise any error of the job."""
         sent: queue.SimpleQueue[Call | Savings | BaseException] = queue.SimpleQueue()
         threading.Thread(target=self._work, args=(part, sent.put), daemon=True).start()
@@ -159,7 +159,7 @@ class Worker:
         """Stop after the sample in flight."""
         self._interrupt.requested = True
 
-    def _work(self, part: Part, send: Send) -> None:
+    def _work(self, part: JobPart, send: Send) -> None:
         try:
             if self._engine is None:
                 raise RuntimeError("a worker introduces itself before it runs anything")
@@ -181,5 +181,5 @@ class Worker:
             send(error)
 
 
-def _results(part: Part, send: Send, cell: str) -> Results:
+def _results(part: JobPart, send: Send, cell: str) -> ResultSink:
     return SentResults(cell, part.rows[cell], send)

@@ -8,7 +8,7 @@ from itertools import groupby
 from kvpress_eval.common.discovery import modules_of
 from kvpress_eval.common.errors import unknown_name
 from kvpress_eval.common.files import hash_json
-from kvpress_eval.tasks.source import Kind, Request, Source
+from kvpress_eval.tasks.source import Kind, Source, TaskSettings
 
 KINDS: list[Kind] = [module.KIND for module in modules_of("kvpress_eval.tasks.kinds")]
 
@@ -26,7 +26,7 @@ def kind_of(name: str) -> Kind:
     raise ValueError(unknown_name("task", name, [valid for valid in names if ":" not in valid]))
 
 
-def expand_tasks(request: Request) -> list[Source]:
+def expand_tasks(request: TaskSettings) -> list[Source]:
     """Return every task and length of a run once; files are read here, so that a missing file raises before the run."""
     sources: dict[tuple[str, int, str], Source] = {}
     for kind, names in groupby(request.tasks, kind_of):

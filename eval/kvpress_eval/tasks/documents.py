@@ -14,11 +14,11 @@ from transformers import PreTrainedTokenizerBase
 from kvpress_eval.common.errors import ConfigError, DataError
 from kvpress_eval.tasks.hub import HubFile, read
 from kvpress_eval.tasks.sample import Query, Sample
-from kvpress_eval.tasks.source import Request, Source
+from kvpress_eval.tasks.source import Source, TaskSettings
 
 
 @dataclass(frozen=True)
-class Asked:
+class DocumentQuestion:
     """Question about a document."""
 
     id: str
@@ -35,7 +35,7 @@ class Asked:
 
 Score = Callable[[str, Sequence[str]], float]
 """Function from a generated text and the right answers to a score in [0, 1]."""
-Parse = Callable[[str, Any], list[Asked]]
+Parse = Callable[[str, Any], list[DocumentQuestion]]
 """Function from the number of earlier questions and the content of a row to its questions.
 
 It may raise KeyError, TypeError, ValueError, IndexError or SyntaxError for an invalid row.
@@ -43,7 +43,7 @@ It may raise KeyError, TypeError, ValueError, IndexError or SyntaxError for an i
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedDocuments:
     """Task whose questions are in a published file."""
 
     name: str
@@ -60,7 +60,7 @@ class Published:
     """Maximum tokens of an answer."""
 
 
-def sources_of(task: Published, request: Request) -> list[Source]:
+def sources_of(task: PublishedDocuments, request: TaskSettings) -> list[Source]:
     """Return a published task at every length of a run, with its first `samples` questions.
 
     Raises:
@@ -69,7 +69,7 @@ def sources_of(task: Published, request: Request) -> list[Source]:
     """
     require_lengths(task.name, request)
     content = read(task.file, request.data_dir)
-    questions: list[Asked] = []
+    questions: list[DocumentQuestion] = []
     for where, row in content.rows():
         try:
             questions += task.parse(str(len(questions)), row)
@@ -94,7 +94,7 @@ def sources_of(task: Published, request: Request) -> list[Source]:
 
 
 def _make(
-    name: str, length: int, score: Score, questions: Sequence[Asked], tokenizer: PreTrainedTokenizerBase
+    name: str, length: int, score: Score, questions: Sequence[DocumentQuestion], tokenizer: PreTrainedTokenizerBase
 ) -> list[Sample]:
     """Return a sample for each question; a context is cut in the middle to fit the longest question about it."""
     samples = []
@@ -108,7 +108,7 @@ def _make(
     return samples
 
 
-def require_lengths(name: str, request: Request) -> None:
+def require_lengths(name: str, request: TaskSettings) -> None:
     """Raise a ConfigError if a run of a published task does not set `lengths`."""
     if "lengths" not in request.model_fields_set:
         raise ConfigError(

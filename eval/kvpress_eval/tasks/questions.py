@@ -17,7 +17,7 @@ Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Question:
+class PassageQuestion:
     """Question about passages."""
 
     text: str
@@ -36,7 +36,7 @@ class QuestionSet:
 
     origin: str
     """Hash of the file, which identifies the questions in results."""
-    questions: tuple[Question, ...]
+    questions: tuple[PassageQuestion, ...]
     """Questions in the order of the file."""
 
     @cached_property
@@ -44,7 +44,7 @@ class QuestionSet:
         """All passages without duplicates."""
         return tuple(dict.fromkeys(text for question in self.questions for text in question.passages + question.near))
 
-    def shuffled(self, seed: int, start: int) -> Iterator[Question]:
+    def shuffled(self, seed: int, start: int) -> Iterator[PassageQuestion]:
         """Yield every question once, in an order that `seed` shuffles, from number `start` on."""
         order = list(range(len(self.questions)))
         random.Random(f"questions-{seed}").shuffle(order)  # noqa: S311  # reproducible, not secret
@@ -53,16 +53,16 @@ class QuestionSet:
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedQuestions:
     """Published file of questions."""
 
     file: HubFile
     """The file."""
-    read: Callable[[Iterable[Row]], Iterator[Question]]
+    read: Callable[[Iterable[Row]], Iterator[PassageQuestion]]
     """Reads its rows."""
 
 
-def squad(rows: Iterable[Row]) -> Iterator[Question]:
+def squad(rows: Iterable[Row]) -> Iterator[PassageQuestion]:
     """Read rows with title, context, question and answers; other passages with the same title are the near ones."""
     rows = [flat for row in rows for flat in _flatten(row)]
     titles: dict[str, dict[str, None]] = {}
@@ -72,7 +72,7 @@ def squad(rows: Iterable[Row]) -> Iterator[Question]:
         answers = tuple(dict.fromkeys(row["answers"]["text"]))
         if answers:  # SQuAD 2 also has questions that the passage does not answer
             near = tuple(text for text in titles[row["title"]] if text != row["context"])
-            yield Question(row["question"], answers, (row["context"],), near)
+            yield PassageQuestion(row["question"], answers, (row["context"],), near)
 
 
 def _flatten(row: Row) -> Iterator[Row]:
@@ -91,7 +91,7 @@ def _flatten(row: Row) -> Iterator[Row]:
                 }
 
 
-def hotpot(rows: Iterable[Row]) -> Iterator[Question]:
+def hotpot(rows: Iterable[Row]) -> Iterator[PassageQuestion]:
     """Read rows with a question, its answer, titled passages and the titles of those that support the answer."""
     for row in rows:
         context, facts = row["context"], row["supporting_facts"]
@@ -104,10 +104,10 @@ def hotpot(rows: Iterable[Row]) -> Iterator[Question]:
         if not passages:
             raise ValueError(f"no passage supports the answer to {row['question']!r}")
         near = tuple(text for title, text in by_title.items() if title not in supporting)
-        yield Question(row["question"], (row["answer"],), passages, near)
+        yield PassageQuestion(row["question"], (row["answer"],), passages, near)
 
 
-def read_questions(source: Published, data_dir: Path | None) -> QuestionSet:
+def read_questions(source: PublishedQuestions, data_dir: Path | None) -> QuestionSet:
     """Return questions from a file in `data_dir`, or from the hub without a folder.
 
     Raises:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from kvpress_eval.tasks.filler import NOISE, Filler
 from kvpress_eval.tasks.languages.base import Language
 from kvpress_eval.tasks.languages.english import EnglishLanguage
-from kvpress_eval.tasks.questions import Published, QuestionSet
+from kvpress_eval.tasks.questions import PublishedQuestions, QuestionSet
 from kvpress_eval.tasks.sample import Query, Spans
 
 Chain = Sequence[str]
@@ -165,7 +165,7 @@ class Task:
     """The answer stands at one point of the context, so that a depth applies."""
     plain: bool = False
     """The reference language has words for it too."""
-    questions: Published | None = None
+    questions: PublishedQuestions | None = None
     """Published questions; None if the task makes its own."""
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from kvpress_eval.tasks.sample import Sample
 
 
-class Request(Protocol):
+class TaskSettings(Protocol):
     """Settings of a run that tasks read; `RunConfig` has them."""
 
     tasks: tuple[str, ...]
@@ -68,7 +68,7 @@ class Kind:
 
     names: Collection[str]
     """Names of the tasks."""
-    expand: Callable[[Sequence[str], Request], list[Source]]
+    expand: Callable[[Sequence[str], TaskSettings], list[Source]]
     """Returns the sources of some names; it reads the data, so that a missing file raises before the run."""
     prefix: str | None = None
     """Prefix of names that cannot be listed, such as `file:`."""

@@ -32,11 +32,11 @@ from kvpress_eval.run.progress import RunProgress
 from kvpress_eval.run.runner import run_sources, run_sources_on_cluster
 from kvpress_eval.tasks.local import PREFIX
 from kvpress_eval.tuning import result
-from kvpress_eval.tuning.items import Part, Split, has_answers, split_tasks, split_texts
+from kvpress_eval.tuning.items import Split, SplitPart, has_answers, split_tasks, split_texts
 from kvpress_eval.tuning.ray_workers import helpers
 from kvpress_eval.tuning.scoring import Examiner
 from kvpress_eval.tuning.search import Search, Standing, describe, pick, rungs, work
-from kvpress_eval.tuning.sizing import Limit, Room, check_possible, make_room
+from kvpress_eval.tuning.sizing import Limit, MemoryLimit, check_possible, make_room
 from kvpress_eval.tuning.space import NOTHING, Space, make_space
 
 FINALISTS = 3
@@ -217,7 +217,7 @@ class _Tuning:
             "model can do, or another model"
         )
 
-    def _other(self, part: Part, place: int) -> list[int]:
+    def _other(self, part: SplitPart, place: int) -> list[int]:
         """Return the tokens of another context; its own first token if there is no other."""
         others = (
             context[0].prompt.first for neighbour in (part, *self.split.searched) for context in neighbour.contexts
@@ -388,14 +388,14 @@ def _geometry(config: RunConfig, settings: Any, engine: Engine | None) -> tuple[
     return shape.geometry, shape.weight_bytes
 
 
-def _limit(wishes: Wishes, room: Room, geometry: Geometry, lengths: tuple[int, ...]) -> Limit:
+def _limit(wishes: Wishes, room: MemoryLimit, geometry: Geometry, lengths: tuple[int, ...]) -> Limit:
     if wishes.smaller is not None:
         return Limit(geometry, lengths, smaller=float(wishes.smaller))
     assert room.memory is not None  # noqa: S101 - one of the two was given
     return Limit(geometry, lengths, bytes=max(1, (room.memory - room.weights) // room.batch))
 
 
-def _check_needed(wishes: Wishes, room: Room, limit: Limit) -> None:
+def _check_needed(wishes: Wishes, room: MemoryLimit, limit: Limit) -> None:
     """Refuse a search if the full cache meets the limit, unless `max_drop` requests the smallest press.
 
     Raises:

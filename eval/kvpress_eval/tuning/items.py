@@ -56,7 +56,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Part:
+class SplitPart:
     """Items of one task and length, one list per context; `source` makes the same samples for a run."""
 
     task: str
@@ -74,8 +74,8 @@ class Part:
 class Split:
     """Items of the search, and held-out items."""
 
-    searched: Sequence[Part]
-    held_out: Sequence[Part]
+    searched: Sequence[SplitPart]
+    held_out: Sequence[SplitPart]
     identity: str
     """Hash of everything that decides the items."""
     by_likelihood: bool = False
@@ -103,7 +103,7 @@ def split_tasks(config: RunConfig, tokenizer: PreTrainedTokenizerBase, samples: 
         groups = [list(group) for _, group in groupby(items, key=lambda item: item.prompt.first)]
         divided = _divide(source.task, groups[:contexts], samples, held_out, config.seed)
         by_id = {sample.id: sample for sample in samples_made}
-        parts.append([Part(source.task, source.length, part, _part_of(source, by_id, part)) for part in divided])
+        parts.append([SplitPart(source.task, source.length, part, _part_of(source, by_id, part)) for part in divided])
     identity = hash_json(
         [
             [source.task, source.length, list(source.ids), dict(source.identity), source.max_new_tokens]
@@ -136,7 +136,7 @@ def split_texts(
         )
     searched, kept = _divide(TEXT, contexts, samples, held_out, config.seed)
     identity = hash_json([[item.prompt.first, list(item.continued)] for context in contexts for item in context])
-    return Split([Part(TEXT, 0, searched)], [Part(TEXT, 0, kept)], identity[:16], by_likelihood=True)
+    return Split([SplitPart(TEXT, 0, searched)], [SplitPart(TEXT, 0, kept)], identity[:16], by_likelihood=True)
 
 
 def has_answers(path: Path) -> bool:

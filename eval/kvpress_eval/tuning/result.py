@@ -17,7 +17,7 @@ from kvpress_eval.common.errors import OutputError
 from kvpress_eval.common.files import read_object, replace_file, write_json
 from kvpress_eval.common.terminal import MISSING, Name, number, plain_table
 from kvpress_eval.results.cells import CellResult
-from kvpress_eval.results.stats import Estimate, mean_interval, paired_difference
+from kvpress_eval.results.stats import ScoreInterval, mean_interval, paired_difference
 from kvpress_eval.results.summary import summarise
 from kvpress_eval.tuning.space import NOTHING
 
@@ -34,11 +34,11 @@ class Measured:
 
     press: str
     samples: int
-    accuracy: Estimate
-    difference: Estimate | None
-    worst: tuple[str, Estimate] | None
+    accuracy: ScoreInterval
+    difference: ScoreInterval | None
+    worst: tuple[str, ScoreInterval] | None
     """Task with the largest loss from the full cache, and its change."""
-    tasks: Mapping[str, Estimate]
+    tasks: Mapping[str, ScoreInterval]
     bytes: float
     """Mean bytes of a compressed context."""
     uncompressed_bytes: float
@@ -245,17 +245,17 @@ def belong(path: Path, identity: Mapping[str, Any]) -> None:
         raise OutputError(f"{path.parent} belongs to another search ({differences}): use a new --out")
 
 
-def _percent(estimate: Estimate) -> str:
+def _percent(estimate: ScoreInterval) -> str:
     return f"{100 * estimate.mean:.1f}% (95% {100 * estimate.low:.0f} to {100 * estimate.high:.0f})"
 
 
-def _points(estimate: Estimate | None) -> str:
+def _points(estimate: ScoreInterval | None) -> str:
     return MISSING if estimate is None else f"{100 * estimate.mean:+.1f}"
 
 
-def _interval(estimate: Estimate | None) -> str:
+def _interval(estimate: ScoreInterval | None) -> str:
     return MISSING if estimate is None else f"{100 * estimate.low:+.0f} to {100 * estimate.high:+.0f}"
 
 
-def _list(estimate: Estimate) -> list[float]:
+def _list(estimate: ScoreInterval) -> list[float]:
     return [round(value, 4) for value in (estimate.mean, estimate.low, estimate.high)]

@@ -26,7 +26,7 @@ from kvpress_eval.common.files import hash_json, replace_file
 from kvpress_eval.results.stats import paired_difference_bounds
 from kvpress_eval.run.generation import parts
 from kvpress_eval.run.progress import RunProgress
-from kvpress_eval.tuning.items import Item, Part
+from kvpress_eval.tuning.items import Item, SplitPart
 from kvpress_eval.tuning.scoring import Contexts, Examiner
 from kvpress_eval.tuning.sizing import Limit, solve
 from kvpress_eval.tuning.space import NOTHING, Parameters, Space, Template
@@ -96,7 +96,7 @@ class Search:
     examiner: Examiner
     space: Space
     limit: Limit
-    searched: Sequence[Part]
+    searched: Sequence[SplitPart]
     candidates: int
     seed: int
     progress: RunProgress

@@ -150,7 +150,7 @@ def _solve_whole(template: Template, limit: Limit) -> str | None:
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryLimit:
     """Memory of the model without a press, in bytes, and the memory limit."""
 
     weights: int
@@ -178,13 +178,13 @@ class Room:
         return texts
 
 
-def make_room(geometry: Geometry, weights: int, context: int, batch: int, memory: int | None) -> Room:
+def make_room(geometry: Geometry, weights: int, context: int, batch: int, memory: int | None) -> MemoryLimit:
     """Plan a cache of `batch` contexts of `context` tokens with no press."""
     planned = plan(kvpress.get_press(NOTHING), geometry, context, batch)
-    return Room(weights, planned.total_bytes, planned.peak_bytes, context, batch, memory)
+    return MemoryLimit(weights, planned.total_bytes, planned.peak_bytes, context, batch, memory)
 
 
-def check_possible(room: Room, limit: Limit, templates: Sequence[Template]) -> None:
+def check_possible(room: MemoryLimit, limit: Limit, templates: Sequence[Template]) -> None:
     """Check that a composition can meet the limit.
 
     Raises:

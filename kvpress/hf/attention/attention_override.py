@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from kvpress.core.host import Asked
+from kvpress.core.host import AttentionInputs
 from kvpress.hf.attention.functions import AttentionFunction, PressName, check_known, logits_of, native_attention
 from kvpress.hf.models import facts_of
 
 NAME = "kvpress_attending"
 
-Attend = Callable[[Asked], Tensor | None]
+Attend = Callable[[AttentionInputs], Tensor | None]
 _attend: WeakKeyDictionary[nn.Module, AttentionFunction] = WeakKeyDictionary()
 """Replacement by module: transformers has one registered function for all models and threads."""
 
@@ -81,7 +81,7 @@ def _attended(
         seen[:] = [layer]
         check_known(module, kwargs)
         sinks, window = kwargs.get("s_aux"), kwargs.get("sliding_window")
-        out = attend(Asked(layer, query, key, value, logits_of(query, scaling, kwargs), sinks, window))
+        out = attend(AttentionInputs(layer, query, key, value, logits_of(query, scaling, kwargs), sinks, window))
     if out is not None:
         return out.transpose(1, 2).to(query.dtype).contiguous(), None
     result: tuple[Tensor, Tensor | None] = native(

@@ -17,7 +17,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 import kvpress
-from kvpress.cache.container import Block, Header, Writing, open_file, read_header, write
+from kvpress.cache.container import Header, TensorBlock, Writing, open_file, read_header, write
 from kvpress.cache.files import Packer, Unpacker
 from kvpress.cache.guard import between_passes
 from kvpress.cache.report import format_bytes, memory_report
@@ -229,13 +229,13 @@ def written(
         }
         about: dict[str, Any] = {name: packer.pack(tensor, name) for name, tensor in per_token.items()}
         about["shared"] = packer.pack(cache.__dict__.get("_kvpress_shared", {}), "shared")
-        blocks = [Block("cache", dict(packer.tensors))]
+        blocks = [TensorBlock("cache", dict(packer.tensors))]
         about["layers"] = []
         for index, layer in enumerate(cache.layers):
             packed = set(packer.tensors)
             about["layers"].append(_pack_layer(packer, layer, index))
             new_tensors = {name: tensor for name, tensor in packer.tensors.items() if name not in packed}
-            blocks.append(Block(f"layers.{index}", new_tensors))
+            blocks.append(TensorBlock(f"layers.{index}", new_tensors))
         report = memory_report(cache)
     about |= {
         "model": identify(facts_of(model)),

@@ -88,7 +88,7 @@ def parallel_prefill(
             "read the prompt in one process"
         )
     cuts = _cuts(model, input_ids.shape[1], dist.get_world_size(group), parts)
-    line = Line(model, group, _digest(model, press, input_ids, mask, cuts))
+    line = ProcessChain(model, group, _digest(model, press, input_ids, mask, cuts))
     try:
         cache = _read(model, press, input_ids, mask, cuts[line.rank : line.rank + 2], line, tokenizer)
     except BaseException as error:
@@ -104,7 +104,7 @@ def _read(
     ids: Tensor,
     mask: Tensor,
     part: Sequence[int],
-    line: Line,
+    line: ProcessChain,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> DynamicCache:
     """Read one part: receive each layer from the previous process before it runs, and send it on after it."""
@@ -197,7 +197,7 @@ def _digest(model: PreTrainedModel, press: BasePress, ids: Tensor, mask: Tensor,
     return digest.hexdigest()
 
 
-class Line:
+class ProcessChain:
     """Chain of processes: each receives layers from the previous process and sends them to the next.
 
     Sent tensors are kept until the transfer is complete. Failures propagate down the chain to the last process, which sends

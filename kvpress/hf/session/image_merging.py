@@ -19,7 +19,7 @@ from kvpress.hf.session.base import BaseSession
 from kvpress.hf.session.requests import Forward
 from kvpress.hf.session.token_dropping import Handed, everything
 from kvpress.observe.pictures import UNKNOWN
-from kvpress.observe.spans import Span, Spans, SpanTracker
+from kvpress.observe.spans import Span, SpanRule, SpanTracker
 
 
 def merge_prompt(session: BaseSession, forward: Forward, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class _SpansIn:
         self.tracker, self.real = SpanTracker(), real
         self.tracker.ids = ids.to("cpu", torch.int32)
 
-    def __call__(self, rule: Spans) -> list[list[Span]]:
+    def __call__(self, rule: SpanRule) -> list[list[Span]]:
         if rule.reads_tokens:
             return self.tracker.find(rule, self.real)
         return [rule.within((), length) for length in self.real.sum(dim=1).tolist()]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kvpress.cache.rewrite import seal_streams
-from kvpress.cache.streams import Stored
+from kvpress.cache.streams import StoredPairs
 from kvpress.core.checks import check_finite
 from kvpress.core.dropping import Dropping, Reached
 from kvpress.core.protection import warn_of_absent
@@ -26,7 +26,7 @@ from kvpress.hf.session.base import BaseSession
 from kvpress.hf.session.candidate_passes import length_of
 from kvpress.hf.session.requests import Forward, here
 from kvpress.observe.call import LayerCall
-from kvpress.observe.spans import SPANS, Span, Spans, spans_in
+from kvpress.observe.spans import SPANS, Span, SpanRule, spans_in
 
 
 @dataclass(eq=False)
@@ -210,7 +210,7 @@ def _chosen(dropping: Dropping, recipe: Recipe, call: LayerCall, handed: Handed 
 
 
 def everything(
-    rule: Spans, protected: Sequence[Spans], real: Tensor, find_spans: Callable[[Spans], list[list[Span]]]
+    rule: SpanRule, protected: Sequence[SpanRule], real: Tensor, find_spans: Callable[[SpanRule], list[list[Span]]]
 ) -> Handed:
     """Return the state in which no token of a prompt is dropped; `real [B, T]` marks tokens that are not padding.
 
@@ -260,7 +260,7 @@ def cut_back(session: BaseSession, forward: Forward, call: LayerCall) -> None:
         marked[row, columns.cpu()] = True
     for module in session.modules[min(dropping.layers) : call.layer.index + 1]:
         store = forward.cache.layers[cache_place(module)].store  # type: ignore[union-attr]
-        kept = [marked[n // store.heads, slots] for n, slots in enumerate(Stored(store, handed.mask).slots)]
+        kept = [marked[n // store.heads, slots] for n, slots in enumerate(StoredPairs(store, handed.mask).slots)]
         if not all(bool(row_kept.all()) for row_kept in kept):
             store.evict(kept, handed.mask)
             session.prepare_reading(module, store)

@@ -19,7 +19,7 @@ from kvpress.kernels.formats.fields import Field, packed
 logger = logging.getLogger("kvpress")
 
 
-class Stored(Protocol):
+class Packable(Protocol):
     """Object with a packed C struct."""
 
     @property
@@ -51,7 +51,7 @@ def runs_on(device: torch.device) -> bool:
     return device.type == "cpu" and env.cpu_kernels_enabled() and level() is not None
 
 
-def run(source: str, entry: str, *fields: Field, stored: Stored | None = None, level: str | None = None) -> int:
+def run(source: str, entry: str, *fields: Field, stored: Packable | None = None, level: str | None = None) -> int:
     """Call an entry point that takes one C structure of eight-byte fields, and return its result.
 
     Args:

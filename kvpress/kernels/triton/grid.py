@@ -20,7 +20,7 @@ WITHOUT_DEVICE = 8
 
 
 @dataclass(frozen=True)
-class Grid:
+class LaunchGrid:
     """Grid of programs."""
 
     streams: int
@@ -37,7 +37,9 @@ class Grid:
         return self.streams, self.splits, self.tiles
 
 
-def plan(q: torch.Tensor, capacity: int, block: int, resident: int, min_rows: int = 16, max_rows: int = 64) -> Grid:
+def plan(
+    q: torch.Tensor, capacity: int, block: int, resident: int, min_rows: int = 16, max_rows: int = 64
+) -> LaunchGrid:
     """Return the grid for queries [N, M, D] over streams of at most ``capacity`` rows.
 
     Args:
@@ -54,7 +56,7 @@ def plan(q: torch.Tensor, capacity: int, block: int, resident: int, min_rows: in
     tiles = -(-queries // rows)
     fitting = resident * _multiprocessors(q.device) // max(1, streams * tiles)
     useful = capacity // (2 * block)
-    return Grid(streams, max(1, min(fitting, useful, MOST_SPLITS)), tiles, rows)
+    return LaunchGrid(streams, max(1, min(fitting, useful, MOST_SPLITS)), tiles, rows)
 
 
 def resident(warps: int, registers: int | None, limit: int) -> int:

@@ -15,10 +15,10 @@ import pytest
 from kvpress_eval.config.schema import RunConfig
 from kvpress_eval.report.export import to_csv, to_parquet
 from kvpress_eval.report.frontier import MEMORY, Point, frontier, frontier_files, frontier_svg
-from kvpress_eval.report.lines import Line, length_lines, line_files, ratio_lines, split_ratio
+from kvpress_eval.report.lines import AccuracyLine, length_lines, line_files, ratio_lines, split_ratio
 from kvpress_eval.report.table import escaped, markdown, print_table, records, to_latex, to_markdown
 from kvpress_eval.results.read import read_run
-from kvpress_eval.results.stats import Estimate
+from kvpress_eval.results.stats import ScoreInterval
 from kvpress_eval.results.summary import PressSummary, conclusion, summarise
 from kvpress_eval.run.runner import RunResult, run
 from matplotlib import image
@@ -56,8 +56,8 @@ def test_the_conclusion_names_the_smallest_press_without_a_loss(summaries: list[
     none, half = summaries
 
     def press(name: str, factor: float, low: float, high: float) -> PressSummary:
-        change = Estimate((low + high) / 2, low, high)
-        return replace(half, press=name, factor=factor, accuracy=Estimate(0.9, 0.8, 1.0), difference=change)
+        change = ScoreInterval((low + high) / 2, low, high)
+        return replace(half, press=name, factor=factor, accuracy=ScoreInterval(0.9, 0.8, 1.0), difference=change)
 
     lossy, small, smaller = press("a", 50, -0.4, -0.01), press("b", 4, -0.1, 0.1), press("c", 9.96, -0.12, 0.02)
     text = conclusion([none, lossy, small, smaller])
@@ -159,11 +159,11 @@ def test_lines_over_lengths_and_ratios(summaries: list[PressSummary]) -> None:
     assert length_lines(summaries) == ratio_lines(summaries) == []  # one length, one ratio
     assert line_files(summaries) == {}
     long = replace(half, lengths={512: 0.25, 128: 0.5, 256: None})
-    assert length_lines([long]) == [Line("random:0.5", {128: 0.5, 512: 0.25})]
-    less = replace(half, press="random:0.75", accuracy=Estimate(0.1, 0.0, 0.2))
+    assert length_lines([long]) == [AccuracyLine("random:0.5", {128: 0.5, 512: 0.25})]
+    less = replace(half, press="random:0.75", accuracy=ScoreInterval(0.1, 0.0, 0.2))
     (line,) = ratio_lines([less, none, half])
     assert half.accuracy is not None
-    assert line == Line("random:{ratio}", {0.0: none.accuracy.mean, 0.5: half.accuracy.mean, 0.75: 0.1})
+    assert line == AccuracyLine("random:{ratio}", {0.0: none.accuracy.mean, 0.5: half.accuracy.mean, 0.75: 0.1})
     files = line_files([none, long, less])
     assert set(files) == {f"{name}.{kind}" for name in ("lengths", "ratios") for kind in ("png", "svg", "pdf")}
     assert line_files([none, long, less]) == files

@@ -17,7 +17,7 @@ import pytest
 from kvpress_eval.common.errors import DataError
 from kvpress_eval.tasks.hub import Content, HubFile, read
 from kvpress_eval.tasks.kinds.gsm8k import TEST_SET
-from kvpress_eval.tasks.longbench.data import VERSION_2, Question, version_1
+from kvpress_eval.tasks.longbench.data import VERSION_2, QuestionRow, version_1
 from kvpress_eval.tasks.structures.passages import HOTPOTQA, SQUAD
 
 BYTES = b'{"a": 1}\n{"a": 2}\n'
@@ -29,7 +29,7 @@ FILE = HubFile(
     "folder/data.jsonl",
     hashlib.sha256(BYTES).hexdigest(),
 )
-PINNED = [TEST_SET, VERSION_2.file, version_1("trec", Question).file, SQUAD.file, HOTPOTQA.file]
+PINNED = [TEST_SET, VERSION_2.file, version_1("trec", QuestionRow).file, SQUAD.file, HOTPOTQA.file]
 
 
 def values(content: Content) -> list[Any]:

@@ -16,7 +16,7 @@ from kvpress_eval.run.cells import make_cells
 from kvpress_eval.tasks.catalogue import expand_tasks
 from kvpress_eval.tasks.kinds.generated import generate
 from kvpress_eval.tasks.languages import LANGUAGES
-from kvpress_eval.tasks.questions import Published, Question, read_questions
+from kvpress_eval.tasks.questions import PassageQuestion, PublishedQuestions, read_questions
 from kvpress_eval.tasks.structures.passages import HOTPOTQA, SQUAD
 from transformers import PreTrainedTokenizerBase
 
@@ -45,7 +45,7 @@ HUB_SQUAD = [
     {"title": "Pier", "context": "It is 2 km.", "question": "How long?", "answers": {"text": ["2 km", "two"]}},
     {"title": "Pier", "context": "It burnt.", "question": "Who?", "answers": {"text": []}},
 ]
-FROM_SQUAD = Question("How long?", ("2 km", "two"), ("It is 2 km.",), ("It burnt.",))
+FROM_SQUAD = PassageQuestion("How long?", ("2 km", "two"), ("It is 2 km.",), ("It burnt.",))
 
 PUBLISHED_HOTPOT = {
     "question": "Where?",
@@ -58,7 +58,7 @@ HUB_HOTPOT = {
     "context": {"title": ["A", "B", "C"], "sentences": [["a is", " b."], ["b is in Ulm."], ["c."]]},
     "supporting_facts": {"title": ["A", "B", "B"], "sent_id": [0, 0, 1]},
 }
-FROM_HOTPOT = Question("Where?", ("Ulm",), ("A\na is b.", "B\nb is in Ulm."), ("C\nc.",))
+FROM_HOTPOT = PassageQuestion("Where?", ("Ulm",), ("A\na is b.", "B\nb is in Ulm."), ("C\nc.",))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,9 @@ FROM_HOTPOT = Question("Where?", ("Ulm",), ("A\na is b.", "B\nb is in Ulm."), ("
         (HOTPOTQA, "hotpotqa.jsonl", to_lines([HUB_HOTPOT]), FROM_HOTPOT),
     ],
 )
-def test_published_forms(source: Published, name: str, text: str, expected: Question, tmp_path: Path) -> None:
+def test_published_forms(
+    source: PublishedQuestions, name: str, text: str, expected: PassageQuestion, tmp_path: Path
+) -> None:
     (tmp_path / name).write_text(text)
     assert read_questions(source, tmp_path).questions == (expected,)
 
@@ -85,7 +87,7 @@ def test_published_forms(source: Published, name: str, text: str, expected: Ques
     ],
 )
 def test_the_form_of_the_hub(
-    source: Published, name: str, row: dict[str, Any], expected: Question, tmp_path: Path
+    source: PublishedQuestions, name: str, row: dict[str, Any], expected: PassageQuestion, tmp_path: Path
 ) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / name)
     assert read_questions(source, tmp_path).questions == (expected,)

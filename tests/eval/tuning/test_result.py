@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import pytest
-from kvpress_eval.results.stats import Estimate
+from kvpress_eval.results.stats import ScoreInterval
 from kvpress_eval.tuning.result import Measured, sentence, within
 
 
 def measured(press: str, factor: float, change: float | None = None) -> Measured:
-    accuracy = Estimate(0.9, 0.8, 1.0)
-    worst = None if change is None else ("vt", Estimate(change, change - 0.1, min(0.0, change + 0.1)))
+    accuracy = ScoreInterval(0.9, 0.8, 1.0)
+    worst = None if change is None else ("vt", ScoreInterval(change, change - 0.1, min(0.0, change + 0.1)))
     return Measured(press, 48, accuracy, None, worst, {}, 1024 / factor, 1024.0, None)
 
 

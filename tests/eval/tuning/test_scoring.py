@@ -16,7 +16,7 @@ from kvpress_eval.run.prompts import Prompt
 from kvpress_eval.tasks.sample import Query
 from kvpress_eval.tasks.scoring import score
 from kvpress_eval.tuning import scoring
-from kvpress_eval.tuning.items import CONTINUED, Item, Part, split_tasks, split_texts
+from kvpress_eval.tuning.items import CONTINUED, Item, SplitPart, split_tasks, split_texts
 from kvpress_eval.tuning.scoring import Examiner
 
 import kvpress
@@ -33,16 +33,16 @@ PRESSES = (
 
 
 @pytest.fixture(scope="module")
-def searched() -> Sequence[Part]:
+def searched() -> Sequence[SplitPart]:
     config = RunConfig(lengths=(96,), tasks=("niah_single", "cwe"), max_new_tokens=4)
     return split_tasks(config, bundled_model().tokenizer, 2, 2).searched
 
 
-def contexts(parts: Sequence[Part]) -> list[Sequence[Item]]:
+def contexts(parts: Sequence[SplitPart]) -> list[Sequence[Item]]:
     return [context for part in parts for context in part.contexts]
 
 
-def scores(examiner: Examiner, parts: Sequence[Part], together: int = 1) -> dict[tuple[str, str], float]:
+def scores(examiner: Examiner, parts: Sequence[SplitPart], together: int = 1) -> dict[tuple[str, str], float]:
     for part in parts:
         for start in range(0, len(part.contexts), together):
             examiner.examine(PRESSES, part.contexts[start : start + together])
@@ -51,7 +51,7 @@ def scores(examiner: Examiner, parts: Sequence[Part], together: int = 1) -> dict
     }
 
 
-def test_checked_answers_are_as_right_as_generated_ones(searched: Sequence[Part], tmp_path: Path) -> None:
+def test_checked_answers_are_as_right_as_generated_ones(searched: Sequence[SplitPart], tmp_path: Path) -> None:
     engine = bundled_model()
     checked = scores(Examiner(engine, tmp_path / "scores.jsonl"), searched)
     for press in PRESSES:
@@ -62,7 +62,7 @@ def test_checked_answers_are_as_right_as_generated_ones(searched: Sequence[Part]
     assert 0 < sum(checked.values()) < len(checked)  # both kinds of answers were among them
 
 
-def test_contexts_read_together_score_as_each_alone(searched: Sequence[Part], tmp_path: Path) -> None:
+def test_contexts_read_together_score_as_each_alone(searched: Sequence[SplitPart], tmp_path: Path) -> None:
     engine = bundled_model()
     alone = scores(Examiner(engine, tmp_path / "alone.jsonl"), searched[:1])
     assert scores(Examiner(engine, tmp_path / "together.jsonl"), searched[:1], together=2) == alone
@@ -93,7 +93,7 @@ def test_questions_about_one_context_are_asked_in_one_go(tmp_path: Path) -> None
 
 
 def test_scores_are_known_after_a_kill(
-    searched: Sequence[Part], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    searched: Sequence[SplitPart], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "scores.jsonl"
     expected = scores(Examiner(bundled_model(), path), searched[:1])
@@ -107,7 +107,7 @@ def test_scores_are_known_after_a_kill(
     assert scores(Examiner(bundled_model(), path), searched[:1]) == expected
 
 
-def test_a_press_that_fails_is_out_with_its_reason(searched: Sequence[Part], tmp_path: Path) -> None:
+def test_a_press_that_fails_is_out_with_its_reason(searched: Sequence[SplitPart], tmp_path: Path) -> None:
     bad = "per_layer_compression(knorm):compression_ratios=(0.5,0.5)"  # the model has four layers
     examiner = Examiner(bundled_model(), tmp_path / "scores.jsonl")
     context = searched[0].contexts[0]

@@ -16,7 +16,7 @@ import pytest
 from kvpress_eval.run.progress import RunProgress
 from kvpress_eval.run.prompts import Prompt
 from kvpress_eval.tasks.sample import Query
-from kvpress_eval.tuning.items import Item, Part
+from kvpress_eval.tuning.items import Item, SplitPart
 from kvpress_eval.tuning.scoring import Examiner
 from kvpress_eval.tuning.search import WAVE, Search, Standing, pick, rungs, work
 from kvpress_eval.tuning.sizing import Limit
@@ -88,11 +88,11 @@ class Judge:
         }
 
 
-def parts(contexts: int = 16) -> list[Part]:
+def parts(contexts: int = 16) -> list[SplitPart]:
     query = Query("", "", ("1",), "prefix")
     prompt = Prompt(list(range(256)), [1], "")
     return [
-        Part(task, 256, [[Item(f"{task}-{number}", task, 256, prompt, query, 4)] for number in range(contexts)])
+        SplitPart(task, 256, [[Item(f"{task}-{number}", task, 256, prompt, query, 4)] for number in range(contexts)])
         for task in ("first", "second")
     ]
 

@@ -16,7 +16,7 @@ from kvpress_eval.common.errors import ConfigError, DataError, unknown_name
 from kvpress_eval.tasks.kinds.generated import answer_room
 from kvpress_eval.tasks.local import PREFIX, reading
 from kvpress_eval.tasks.sample import Match, Query, Sample
-from kvpress_eval.tasks.source import Kind, Request, Source
+from kvpress_eval.tasks.source import Kind, Source, TaskSettings
 
 OWN = "data"
 """Name of the task for rows without one."""
@@ -101,11 +101,11 @@ def _no_row(path: Path, number: int, error: Exception) -> DataError:
     return DataError(f"{path}:{number}: not a task row ({missing}{error})")
 
 
-def _expand(names: Sequence[str], request: Request) -> list[Source]:
+def _expand(names: Sequence[str], request: TaskSettings) -> list[Source]:
     return [source for name in names for source in _sources(name, request)]
 
 
-def _sources(name: str, request: Request) -> list[Source]:
+def _sources(name: str, request: TaskSettings) -> list[Source]:
     path, chosen = split_source(name)
     file = read_file(path)
     groups = [(task, length) for task in file.tasks(chosen) for length in (0, *request.lengths)]
@@ -116,7 +116,7 @@ def _sources(name: str, request: Request) -> list[Source]:
     return sources
 
 
-def _source(file: TaskFile, task: str, length: int, request: Request) -> Source:
+def _source(file: TaskFile, task: str, length: int, request: TaskSettings) -> Source:
     samples = file.select(task, length)[: request.samples]
     room = request.max_new_tokens or answer_room(task, request.wording)
     return Source(task, length, [sample.id for sample in samples], lambda _: samples, {"file": file.sha256}, room)

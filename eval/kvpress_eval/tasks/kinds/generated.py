@@ -20,7 +20,7 @@ from kvpress_eval.tasks.languages import LANGUAGES, Language
 from kvpress_eval.tasks.questions import QuestionSet, read_questions
 from kvpress_eval.tasks.sample import Sample
 from kvpress_eval.tasks.scene import LONG, SHORT, Scene, Task
-from kvpress_eval.tasks.source import Kind, Request, Source
+from kvpress_eval.tasks.source import Kind, Source, TaskSettings
 
 _STRUCTURES = modules_of("kvpress_eval.tasks.structures")
 TASKS: dict[str, Task] = {name: task for module in _STRUCTURES for name, task in module.TASKS.items()}
@@ -77,12 +77,12 @@ def generate(
     return samples
 
 
-def _expand(names: Sequence[str], request: Request) -> list[Source]:
+def _expand(names: Sequence[str], request: TaskSettings) -> list[Source]:
     filler = read_filler(request.filler)
     return [source for name in names for source in _sources(name, filler, request)]
 
 
-def _sources(name: str, filler: Filler, request: Request) -> list[Source]:
+def _sources(name: str, filler: Filler, request: TaskSettings) -> list[Source]:
     task, wording, seed = TASKS[name], request.wording, request.seed
     identity: dict[str, Any] = {"seed": seed, "language": wording, "filler": filler.name}
     questions = read_questions(task.questions, request.data_dir) if task.questions else None

@@ -13,7 +13,7 @@ from typing import Any
 from kvpress_eval.common.errors import DataError
 from kvpress_eval.tasks.hub import HubFile, read
 from kvpress_eval.tasks.sample import Query, Sample
-from kvpress_eval.tasks.source import Kind, Request, Source
+from kvpress_eval.tasks.source import Kind, Source, TaskSettings
 
 NAME = "gsm8k"
 TEST_SET = HubFile(
@@ -52,7 +52,7 @@ TEMPLATE = (
 
 
 @dataclass(frozen=True)
-class Problems:
+class GSM8KProblems:
     """Questions of the test set."""
 
     problems: Sequence[tuple[str, str]]
@@ -74,7 +74,7 @@ class Problems:
         ]
 
 
-def read_problems(folder: Path | None) -> Problems:
+def read_problems(folder: Path | None) -> GSM8KProblems:
     """Read the test set from the user's folder or, without one, from the hub.
 
     Raises:
@@ -84,10 +84,10 @@ def read_problems(folder: Path | None) -> Problems:
     problems = [_problem(row, place) for place, row in content.rows()]
     if not problems:
         raise DataError(f"{content.where} holds no question")
-    return Problems(problems, content.sha256)
+    return GSM8KProblems(problems, content.sha256)
 
 
-def _expand(names: Sequence[str], request: Request) -> list[Source]:
+def _expand(names: Sequence[str], request: TaskSettings) -> list[Source]:
     read = read_problems(request.data_dir)
     samples = read.samples(request.samples)
     identity = {"gsm8k": read.sha256, "template": TEMPLATE}

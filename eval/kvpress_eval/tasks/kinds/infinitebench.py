@@ -11,10 +11,10 @@ from typing import Any
 
 from kvpress_eval.common.errors import ConfigError
 from kvpress_eval.tasks import infinitebench as scores
-from kvpress_eval.tasks.documents import Asked, Published, Score, sources_of, text_of, texts_of
+from kvpress_eval.tasks.documents import DocumentQuestion, PublishedDocuments, Score, sources_of, text_of, texts_of
 from kvpress_eval.tasks.hub import HubFile
 from kvpress_eval.tasks.longbench.subsets import CONTEXT
-from kvpress_eval.tasks.source import Kind, Request, Source
+from kvpress_eval.tasks.source import Kind, Source, TaskSettings
 
 _REPOSITORY, _REVISION = "xinrongzhang2022/InfiniteBench", "90f0394333616266d9fe85824ceaf505093cbaa5"
 LETTERS = "ABCD"
@@ -23,7 +23,7 @@ ASK_CHINESE = "\n\n问题：{input}\n请简短回答。答案："  # noqa: RUF00
 
 
 @dataclass(frozen=True)
-class Form:
+class SubsetWording:
     """Prompt and score of a subset; the wording is ours."""
 
     before: str
@@ -42,34 +42,34 @@ CHOICES = "\nA. {A}\nB. {B}\nC. {C}\nD. {D}\n"
 _FIND = "One fact stands in much irrelevant text. Find it.\n\n"
 _READ = "Read the book; a question about it follows.\n\n"
 
-FORMS: Mapping[str, Form] = {
-    "passkey": Form(_FIND, "\n\n{input}\nThe pass key is", scores.first_number, 6),
-    "number_string": Form(_FIND, "\n\n{input}\nThe digits are", scores.first_number, 12),
-    "kv_retrieval": Form("Look up a key in this JSON object.\n\n", "\n\n{input}\n", scores.among_words, 50),
-    "longbook_sum_eng": Form("Summarize this book.\n\n", "\n\nSummary:", scores.summary, 1200),
-    "longbook_choice_eng": Form(
+FORMS: Mapping[str, SubsetWording] = {
+    "passkey": SubsetWording(_FIND, "\n\n{input}\nThe pass key is", scores.first_number, 6),
+    "number_string": SubsetWording(_FIND, "\n\n{input}\nThe digits are", scores.first_number, 12),
+    "kv_retrieval": SubsetWording("Look up a key in this JSON object.\n\n", "\n\n{input}\n", scores.among_words, 50),
+    "longbook_sum_eng": SubsetWording("Summarize this book.\n\n", "\n\nSummary:", scores.summary, 1200),
+    "longbook_choice_eng": SubsetWording(
         _READ, f"\n\nQuestion: {{input}}{CHOICES}The letter of the right answer is", scores.choice, 40, options=True
     ),
-    "longbook_qa_eng": Form(_READ, "\n\nQuestion: {input}\nReply in a few words. Answer:", scores.best_f1, 40),
-    "longbook_qa_chn": Form(READ_CHINESE, ASK_CHINESE, scores.best_f1_chinese, 40),
-    "longdialogue_qa_eng": Form(
+    "longbook_qa_eng": SubsetWording(_READ, "\n\nQuestion: {input}\nReply in a few words. Answer:", scores.best_f1, 40),
+    "longbook_qa_chn": SubsetWording(READ_CHINESE, ASK_CHINESE, scores.best_f1_chinese, 40),
+    "longdialogue_qa_eng": SubsetWording(
         "In this script, $$MASK$$ stands in place of the name of one character.\n\n",
         "\n\nThe name of the character that $$MASK$$ stands for is",
         scores.character,
         40,
     ),
-    "math_find": Form(
+    "math_find": SubsetWording(
         "A list of numbers follows, and a question about it.\n\n", "\n\n{input}\n", scores.found_number, 3
     ),
-    "math_calc": Form(
+    "math_calc": SubsetWording(
         "List the value of an expression after each of its numbers.\n\nExpression: 2 + 5 - 3\nValues: [2, 7, 4]\n\n"
         "Expression: ",
         "\nValues:",
         scores.intermediate_values,
         30000,
     ),
-    "code_run": Form("Python functions follow.\n\n", "\n\n{input}\nThe value is", scores.returned, 5),
-    "code_debug": Form(
+    "code_run": SubsetWording("Python functions follow.\n\n", "\n\n{input}\nThe value is", scores.returned, 5),
+    "code_debug": SubsetWording(
         "In one function of this code an error was hidden on purpose.\n\n",
         f"\n\nWhich function is it?{CHOICES}The right option is:",
         scores.erroneous_function,
@@ -87,7 +87,7 @@ def options_of(row: Any) -> list[str]:
     return options
 
 
-def _parse(form: Form, number: str, row: Any) -> list[Asked]:
+def _parse(form: SubsetWording, number: str, row: Any) -> list[DocumentQuestion]:
     """Return the question of a row with `context`, `input`, `answer` (one or a list), and `options` if the form has them."""
     fields = {"input": text_of(row, "input")}
     answers = texts_of(row["answer"], "answer")
@@ -97,11 +97,11 @@ def _parse(form: Form, number: str, row: Any) -> list[Asked]:
         if not (len(answers) == 2 and answers[1] in LETTERS):
             answers = (answers[0], LETTERS[options.index(answers[0])])
     context = form.before + text_of(row, "context")
-    return [Asked(number, number, context, form.after.format(**fields), answers)]
+    return [DocumentQuestion(number, number, context, form.after.format(**fields), answers)]
 
 
 TASKS = {
-    f"infinitebench:{subset}": Published(
+    f"infinitebench:{subset}": PublishedDocuments(
         f"infinitebench:{subset}",
         HubFile(
             (f"{subset}.jsonl",),
@@ -120,13 +120,13 @@ TASKS = {
 ALL = "infinitebench:all"
 
 
-def require_rouge(task: Published) -> None:
+def require_rouge(task: PublishedDocuments) -> None:
     """Raise a ConfigError if a task is scored by ROUGE and the package rouge-score is not installed."""
     if task.score is scores.summary and importlib.util.find_spec("rouge_score") is None:
         raise ConfigError(f"{task.name} is scored by rouge-score: pip install 'kvpress-toolkit[benchmarks]'")
 
 
-def _expand(names: Sequence[str], request: Request) -> list[Source]:
+def _expand(names: Sequence[str], request: TaskSettings) -> list[Source]:
     chosen = [task for name in names for task in (TASKS.values() if name == ALL else [TASKS[name]])]
     for task in chosen:
         require_rouge(task)

@@ -15,11 +15,19 @@ from transformers import PreTrainedTokenizerBase
 from kvpress_eval.common.errors import ConfigError, DataError
 from kvpress_eval.tasks.documents import cut_middle, require_lengths
 from kvpress_eval.tasks.longbench import metrics
-from kvpress_eval.tasks.longbench.data import VERSION_2, Classified, Published, Question, Row, read_rows, version_1
-from kvpress_eval.tasks.longbench.subsets import CHOICE, EVEN, EVEN_RANGES, FORMS, PARTS, Form
+from kvpress_eval.tasks.longbench.data import (
+    VERSION_2,
+    Classified,
+    PublishedRows,
+    QuestionRow,
+    Row,
+    read_rows,
+    version_1,
+)
+from kvpress_eval.tasks.longbench.subsets import CHOICE, EVEN, EVEN_RANGES, FORMS, PARTS, PromptForm
 from kvpress_eval.tasks.longbench.wording import published_wording
 from kvpress_eval.tasks.sample import Query, Sample
-from kvpress_eval.tasks.source import Kind, Request, Source
+from kvpress_eval.tasks.source import Kind, Source, TaskSettings
 
 
 @dataclass(frozen=True)
@@ -28,23 +36,23 @@ class Subset:
 
     name: str
     """Name of the task."""
-    published: Published
+    published: PublishedRows
     """The file."""
     asked_as: str
     """Name of the subset in the published templates."""
-    form: Form
+    form: PromptForm
     """Prompt and score."""
     takes: Callable[[Any], bool]
     """Returns whether a row belongs to the task."""
 
 
-def _expand(names: Sequence[str], request: Request) -> list[Source]:
+def _expand(names: Sequence[str], request: TaskSettings) -> list[Source]:
     """Return one source per subset and length."""
     require_lengths(names[0], request)
     return [source for name in names for subset in NAMES[name] for source in _sources(subset, request)]
 
 
-def _sources(subset: Subset, request: Request) -> list[Source]:
+def _sources(subset: Subset, request: TaskSettings) -> list[Source]:
     if subset.form.needs_jieba and importlib.util.find_spec("jieba") is None:
         raise ConfigError(f"{subset.name} is scored by words that jieba separates: pip install jieba")
     table = read_rows(subset.published, request.data_dir)
@@ -65,7 +73,9 @@ def _sources(subset: Subset, request: Request) -> list[Source]:
     ]
 
 
-def _make(name: str, length: int, form: Form, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+def _make(
+    name: str, length: int, form: PromptForm, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase
+) -> list[Sample]:
     """Return a sample for each row; prompts of more than `length` tokens are cut in the middle."""
     samples = []
     for row in rows:
@@ -98,7 +108,7 @@ def _names() -> dict[str, list[Subset]]:
 
 def _subset(name: str, asked_as: str) -> Subset:
     form = FORMS[asked_as]
-    schema = Classified if form.metric is metrics.classification else Question
+    schema = Classified if form.metric is metrics.classification else QuestionRow
     return Subset(f"longbench:{name}", version_1(name, schema), asked_as, form, _any)
 
 

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from kvpress_eval.tasks.documents import Asked, Published, Score, sources_of, text_of
+from kvpress_eval.tasks.documents import DocumentQuestion, PublishedDocuments, Score, sources_of, text_of
 from kvpress_eval.tasks.hub import HubFile
 from kvpress_eval.tasks.longbench.metrics import rouge_l_parts
 from kvpress_eval.tasks.longbench.subsets import CONTEXT
-from kvpress_eval.tasks.source import Kind, Request, Source
+from kvpress_eval.tasks.source import Kind, Source, TaskSettings
 
 _MOST = 20_000
 """Maximum characters of an answer that is parsed as a dictionary."""
@@ -62,7 +62,7 @@ _FORMS: Mapping[str, tuple[str, str, Score, int]] = {
 }
 
 
-def _parse(before: str, after: str, number: str, row: Any) -> list[Asked]:
+def _parse(before: str, after: str, number: str, row: Any) -> list[DocumentQuestion]:
     """Return the questions of a row in the form of the repository (`input`, `qa_pairs`) or of the hub (`context`)."""
     context = before + text_of(row, "input", "context")
     if "qa_pairs" not in row:
@@ -73,7 +73,9 @@ def _parse(before: str, after: str, number: str, row: Any) -> list[Asked]:
         pairs = row["qa_pairs"] if isinstance(row["qa_pairs"], list) else ast.literal_eval(row["qa_pairs"])
     document = str(row.get("doc_id", number))
     return [
-        Asked(str(int(number) + at), document, context, after.format(question=pair["Q"]), (_answer(pair["A"]),))
+        DocumentQuestion(
+            str(int(number) + at), document, context, after.format(question=pair["Q"]), (_answer(pair["A"]),)
+        )
         for at, pair in enumerate(pairs)
     ]
 
@@ -89,7 +91,7 @@ def _answer(value: Any) -> str:
 
 
 TASKS = {
-    f"loogle:{subset}": Published(
+    f"loogle:{subset}": PublishedDocuments(
         f"loogle:{subset}",
         HubFile(
             (f"{subset}.jsonl", f"{subset}.json"),
@@ -108,7 +110,7 @@ TASKS = {
 ALL = "loogle:all"
 
 
-def _expand(names: Sequence[str], request: Request) -> list[Source]:
+def _expand(names: Sequence[str], request: TaskSettings) -> list[Source]:
     chosen = [task for name in names for task in (TASKS.values() if name == ALL else [TASKS[name]])]
     return [source for task in chosen for source in sources_of(task, request)]
 

@@ -13,7 +13,7 @@ from kvpress_eval.common.errors import ConfigError, DataError
 from kvpress_eval.tasks.hub import HubFile, read
 from kvpress_eval.tasks.judge import judge
 from kvpress_eval.tasks.sample import Query, Sample
-from kvpress_eval.tasks.source import Kind, Request, Source
+from kvpress_eval.tasks.source import Kind, Source, TaskSettings
 
 _BOX = "\\boxed"
 TEMPLATE = "{problem}\n\nThink step by step, and put the final answer in \\boxed{{}}.\n"
@@ -53,7 +53,7 @@ def equivalent(text: str, answers: Sequence[str]) -> float:
 
 
 @dataclass(frozen=True)
-class Problems:
+class MathProblems:
     """Set of problems."""
 
     file: HubFile
@@ -65,8 +65,8 @@ class Problems:
 
 
 _FORM = "rows with problem and answer"
-SETS: Mapping[str, Problems] = {
-    "math500": Problems(
+SETS: Mapping[str, MathProblems] = {
+    "math500": MathProblems(
         HubFile(
             ("math500.jsonl",), _FORM, "HuggingFaceH4/MATH-500", "6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be", "test.jsonl",
             "35dc41080a3680858b27fa7e0533d2d547825316fc5dafe5d316f4ccc5a06132",
@@ -74,7 +74,7 @@ SETS: Mapping[str, Problems] = {
         equivalent,
         4096,
     ),
-    "aime24": Problems(
+    "aime24": MathProblems(
         HubFile(
             ("aime24.jsonl", "aime24.parquet"), _FORM, "HuggingFaceH4/aime_2024",
             "2fe88a2f1091d5048c0f36abc874fb997b3dd99a", "data/train-00000-of-00001.parquet",
@@ -83,7 +83,7 @@ SETS: Mapping[str, Problems] = {
         same_integer,
         16384,
     ),
-    "aime25": Problems(
+    "aime25": MathProblems(
         HubFile(
             ("aime25.jsonl",), _FORM, "math-ai/aime25", "563bb8404243c5f09de6ec262f2db674fe5bce9b", "test.jsonl",
             "b4e273c02d3e7fe1b74b59eae768fc8230bfb0f79539890cb56f4361caac0331",
@@ -94,11 +94,11 @@ SETS: Mapping[str, Problems] = {
 }  # fmt: skip
 
 
-def _expand(names: Sequence[str], request: Request) -> list[Source]:
+def _expand(names: Sequence[str], request: TaskSettings) -> list[Source]:
     return [_source(name, SETS[name], request) for name in names]
 
 
-def _source(name: str, problems: Problems, request: Request) -> Source:
+def _source(name: str, problems: MathProblems, request: TaskSettings) -> Source:
     if problems.score is equivalent and importlib.util.find_spec("math_verify") is None:
         raise ConfigError(f"{name} is scored by math-verify: pip install 'kvpress-toolkit[benchmarks]'")
     content = read(problems.file, request.data_dir)
@@ -120,7 +120,7 @@ def _source(name: str, problems: Problems, request: Request) -> Source:
     return Source(name, 0, [sample.id for sample in samples], lambda _: samples, identity, room)
 
 
-def _problem(row: Any, place: str, problems: Problems) -> tuple[str, str]:
+def _problem(row: Any, place: str, problems: MathProblems) -> tuple[str, str]:
     match row:
         case {"problem": str(problem), "answer": str() | int() as answer}:
             if problems.score is not same_integer or re.fullmatch(r"\d{1,3}", str(answer)):

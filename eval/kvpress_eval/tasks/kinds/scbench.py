@@ -13,19 +13,19 @@ from functools import partial
 from typing import Any
 
 from kvpress_eval.tasks import infinitebench as scores
-from kvpress_eval.tasks.documents import Asked, Published, sources_of, text_of, texts_of
+from kvpress_eval.tasks.documents import DocumentQuestion, PublishedDocuments, sources_of, text_of, texts_of
 from kvpress_eval.tasks.hub import HubFile
 from kvpress_eval.tasks.kinds.infinitebench import (
     ASK_CHINESE,
     CHOICES,
     LETTERS,
     READ_CHINESE,
-    Form,
+    SubsetWording,
     options_of,
     require_rouge,
 )
 from kvpress_eval.tasks.longbench.subsets import CONTEXT
-from kvpress_eval.tasks.source import Kind, Request, Source
+from kvpress_eval.tasks.source import Kind, Source, TaskSettings
 
 TURNS = ":turns"
 
@@ -56,27 +56,29 @@ def extreme(text: str, answers: Sequence[str]) -> float:
 
 
 _INPUT = "\n\n{input}\n"
-FORMS: Mapping[str, Form] = {
-    "kv": Form("Look up keys in this JSON object.\n\n", _INPUT, contains, 150),
-    "prefix_suffix": Form("", _INPUT, contains, 150),
-    "vt": Form("", _INPUT, share, 30),
-    "qa_eng": Form("Read the book; questions about it follow.\n\n", "\n\nQuestion: {input}\nAnswer:", mentions, 40),
-    "qa_chn": Form(READ_CHINESE, ASK_CHINESE, scores.best_f1_chinese, 40),
-    "choice_eng": Form(
+FORMS: Mapping[str, SubsetWording] = {
+    "kv": SubsetWording("Look up keys in this JSON object.\n\n", _INPUT, contains, 150),
+    "prefix_suffix": SubsetWording("", _INPUT, contains, 150),
+    "vt": SubsetWording("", _INPUT, share, 30),
+    "qa_eng": SubsetWording(
+        "Read the book; questions about it follow.\n\n", "\n\nQuestion: {input}\nAnswer:", mentions, 40
+    ),
+    "qa_chn": SubsetWording(READ_CHINESE, ASK_CHINESE, scores.best_f1_chinese, 40),
+    "choice_eng": SubsetWording(
         "Read the book; questions about it follow.\n\n",
         f"\n\nQuestion: {{input}}{CHOICES}The letter of the right answer is",
         scores.choice,
         40,
         options=True,
     ),
-    "many_shot": Form("", _INPUT, mentions, 10),
-    "mf": Form("A list of numbers follows, and questions about it.\n\n", _INPUT, extreme, 5),
-    "summary": Form("", _INPUT, scores.summary, 200),
+    "many_shot": SubsetWording("", _INPUT, mentions, 10),
+    "mf": SubsetWording("A list of numbers follows, and questions about it.\n\n", _INPUT, extreme, 5),
+    "summary": SubsetWording("", _INPUT, scores.summary, 200),
 }
 """Subsets with one kind of question; `repoqa` and the two mixed subsets need SCBench's code parsers and are left out."""
 
 
-def _parse(form: Form, turns: bool, number: str, row: Any) -> list[Asked]:
+def _parse(form: SubsetWording, turns: bool, number: str, row: Any) -> list[DocumentQuestion]:
     """Return the questions of a row: `context` (or `input`), and `multi_turns` with `input`, `answer`, maybe `options`."""
     context = form.before + text_of(row, "context", "input")
     if not isinstance(row["multi_turns"], list) or not row["multi_turns"]:
@@ -88,14 +90,14 @@ def _parse(form: Form, turns: bool, number: str, row: Any) -> list[Asked]:
         if form.options:
             fields = {**fields, **dict(zip(LETTERS, options_of(turn), strict=True))}
         question = form.after.format(**fields)
-        questions.append(Asked(str(int(number) + at), number, context, before + question, answers))
+        questions.append(DocumentQuestion(str(int(number) + at), number, context, before + question, answers))
         if turns:
             before += f"{question} {answers[0]}"
     return questions
 
 
 TASKS = {
-    f"scbench:{subset}{mode}": Published(
+    f"scbench:{subset}{mode}": PublishedDocuments(
         f"scbench:{subset}{mode}",
         HubFile(
             (f"scbench_{subset}.jsonl", f"scbench_{subset}.parquet"),
@@ -114,7 +116,7 @@ TASKS = {
 }
 
 
-def _expand(names: Sequence[str], request: Request) -> list[Source]:
+def _expand(names: Sequence[str], request: TaskSettings) -> list[Source]:
     for name in names:
         require_rouge(TASKS[name])
     return [source for name in names for source in sources_of(TASKS[name], request)]

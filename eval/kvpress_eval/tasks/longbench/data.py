@@ -46,7 +46,7 @@ class Row(BaseModel, ABC):
         return metric
 
 
-class Question(Row):
+class QuestionRow(Row):
     """Row of version 1."""
 
     input: str
@@ -67,7 +67,7 @@ class Question(Row):
         return tuple(self.answers)
 
 
-class Classified(Question):
+class Classified(QuestionRow):
     """Row of version 1 with classes."""
 
     all_classes: Annotated[list[str], Field(min_length=1)]
@@ -76,7 +76,7 @@ class Classified(Question):
         return partial(metric, classes=self.all_classes)
 
 
-class Choice(Row):
+class MultipleChoiceRow(Row):
     """Row of version 2: a question with four answers, one of which is right."""
 
     domain: str
@@ -104,7 +104,7 @@ class Choice(Row):
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedRows:
     """Published file."""
 
     file: HubFile
@@ -114,7 +114,7 @@ class Published:
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class FileRows:
     """Rows of a file."""
 
     rows: Sequence[Row]
@@ -123,7 +123,7 @@ class Rows:
     """Hash of the file, which identifies it in results."""
 
 
-def version_1(subset: str, schema: type[Question]) -> Published:
+def version_1(subset: str, schema: type[QuestionRow]) -> PublishedRows:
     """Return the file of a subset, such as `trec` or `trec_e`.
 
     The file is a member of an archive, read directly: `datasets` refuses the repository's loading script from 4.0 on.
@@ -137,10 +137,10 @@ def version_1(subset: str, schema: type[Question]) -> Published:
         "cb45b11a4133c6bc1d6a44b0f8e701335ff1e543195db1103472e575857f7f64",
         member=f"data/{subset}.jsonl",
     )
-    return Published(file, schema)
+    return PublishedRows(file, schema)
 
 
-def read_rows(published: Published, folder: Path | None) -> Rows:
+def read_rows(published: PublishedRows, folder: Path | None) -> FileRows:
     """Read a file from the user's folder or, without one, from the hub or its cache on this machine.
 
     Raises:
@@ -159,7 +159,7 @@ def read_rows(published: Published, folder: Path | None) -> Rows:
             raise DataError(f"{where}: the _id {row.id!r} is that of {seen[row.id]} too")
         seen[row.id] = where
         rows.append(row)
-    return Rows(rows, content.sha256)
+    return FileRows(rows, content.sha256)
 
 
 def _form(schema: type[Row]) -> str:
@@ -167,14 +167,14 @@ def _form(schema: type[Row]) -> str:
     return f"JSON objects with the fields {fields}"
 
 
-VERSION_2 = Published(
+VERSION_2 = PublishedRows(
     HubFile(
         ("longbench-v2.json",),
-        _form(Choice),
+        _form(MultipleChoiceRow),
         "zai-org/LongBench-v2",
         "2b48e494f2c7a2f0af81aae178e05c7e1dde0fe9",
         "data.json",
         "15d61c22d92c96900b3c4948b6aeea218d3214b676a65df48e7b8555604c7fe2",
     ),
-    Choice,
+    MultipleChoiceRow,
 )

@@ -16,7 +16,7 @@ CONTEXT = "{context}"
 
 
 @dataclass(frozen=True)
-class Form:
+class PromptForm:
     """Prompt and metric of a subset."""
 
     template: str
@@ -61,8 +61,8 @@ _PASSAGES = _ask(
     _QUESTION,
 )
 
-FORMS: Mapping[str, Form] = {
-    "narrativeqa": Form(
+FORMS: Mapping[str, PromptForm] = {
+    "narrativeqa": PromptForm(
         _ask(
             "Answer a question about the story, which is a novel or the script of a film. Reply with a short phrase if one "
             "is enough, without an explanation.",
@@ -72,7 +72,7 @@ FORMS: Mapping[str, Form] = {
         metrics.f1,
         128,
     ),
-    "qasper": Form(
+    "qasper": PromptForm(
         _ask(
             "Answer a question about the scientific article. Reply with a short phrase or one sentence if that is enough, "
             'without an explanation; to a yes/no question with "yes" or "no"; and with "unanswerable" if the article does '
@@ -83,7 +83,7 @@ FORMS: Mapping[str, Form] = {
         metrics.f1,
         128,
     ),
-    "multifieldqa_en": Form(
+    "multifieldqa_en": PromptForm(
         _ask(
             "Answer a question about the text. Reply briefly, with the answer alone, without further words.",
             "Text:",
@@ -92,21 +92,21 @@ FORMS: Mapping[str, Form] = {
         metrics.f1,
         64,
     ),
-    "multifieldqa_zh": Form(
+    "multifieldqa_zh": PromptForm(
         _ask("请根据文本，用中文简短地回答一个问题。只写答案，不加别的内容。", "文本：", _QUESTION_CHINESE),
         metrics.f1_chinese,
         64,
     ),
-    "hotpotqa": Form(_PASSAGES, metrics.f1, 32),
-    "2wikimqa": Form(_PASSAGES, metrics.f1, 32),
-    "musique": Form(_PASSAGES, metrics.f1, 32),
-    "dureader": Form(
+    "hotpotqa": PromptForm(_PASSAGES, metrics.f1, 32),
+    "2wikimqa": PromptForm(_PASSAGES, metrics.f1, 32),
+    "musique": PromptForm(_PASSAGES, metrics.f1, 32),
+    "dureader": PromptForm(
         _ask("请阅读这些文章，根据其中的内容回答一个问题。", "文章：", _QUESTION_CHINESE), metrics.rouge_l_chinese, 128
     ),
-    "gov_report": Form(
+    "gov_report": PromptForm(
         _ask("Summarize the government report in about one page.", "Report:", "Summary:"), metrics.rouge_l, 512
     ),
-    "qmsum": Form(
+    "qmsum": PromptForm(
         _ask(
             "Respond to a question or an instruction about the meeting. Reply with one sentence or several.",
             "Transcript:",
@@ -115,13 +115,13 @@ FORMS: Mapping[str, Form] = {
         metrics.rouge_l,
         512,
     ),
-    "multi_news": Form(
+    "multi_news": PromptForm(
         _ask("Summarize the news articles, all together, in about one page.", "Articles:", "Summary:"),
         metrics.rouge_l,
         512,
     ),
-    "vcsum": Form(_ask("请用一段话概括这次会议的内容。", "记录：", "概括："), metrics.rouge_l_chinese, 512),
-    "trec": Form(
+    "vcsum": PromptForm(_ask("请用一段话概括这次会议的内容。", "记录：", "概括："), metrics.rouge_l_chinese, 512),
+    "trec": PromptForm(
         "Name the type of the last question, as the examples do. Reply with the name of the type alone.\n\n"
         "{context}\n{input}",
         metrics.classification,
@@ -129,7 +129,7 @@ FORMS: Mapping[str, Form] = {
         chat=False,
         first_line=True,
     ),
-    "triviaqa": Form(
+    "triviaqa": PromptForm(
         "Answer the last question from its passage, as the examples do. Reply with the answer alone, without further "
         "words.\n\n{context}\n\n{input}",
         metrics.f1,
@@ -137,21 +137,21 @@ FORMS: Mapping[str, Form] = {
         chat=False,
         first_line=True,
     ),
-    "samsum": Form(
+    "samsum": PromptForm(
         "Summarize the last dialogue, as the examples do. Reply with a few short sentences.\n\n{context}\n\n{input}",
         metrics.rouge_l,
         128,
         chat=False,
         first_line=True,
     ),
-    "lsht": Form(
+    "lsht": PromptForm(
         "请仿照例子，写出最后一条新闻的类别。只写类别名称。\n\n{context}\n{input}",
         metrics.classification,
         64,
         chat=False,
         first_line=True,
     ),
-    "passage_count": Form(
+    "passage_count": PromptForm(
         _ask(
             "Some of the paragraphs are repeated. Count the different ones, each once. Reply with the number alone, in "
             "digits.",
@@ -161,7 +161,7 @@ FORMS: Mapping[str, Form] = {
         metrics.count,
         32,
     ),
-    "passage_retrieval_en": Form(
+    "passage_retrieval_en": PromptForm(
         _ask(
             'Find the paragraph that an abstract summarizes. Reply with its number alone, in the form "Paragraph 12".',
             "Paragraphs:",
@@ -170,13 +170,15 @@ FORMS: Mapping[str, Form] = {
         metrics.retrieval,
         32,
     ),
-    "passage_retrieval_zh": Form(
+    "passage_retrieval_zh": PromptForm(
         _ask("请找出一则摘要所概括的段落。只写段落的编号，形式为“段落12”。", "段落：", "摘要：{input}\n答案："),
         metrics.retrieval,
         32,
     ),
-    "lcc": Form("Write the next line of this code.\n\n{context}Next line:\n", metrics.code_similarity, 64, chat=False),
-    "repobench-p": Form(
+    "lcc": PromptForm(
+        "Write the next line of this code.\n\n{context}Next line:\n", metrics.code_similarity, 64, chat=False
+    ),
+    "repobench-p": PromptForm(
         "Write the next line of this code.\n\n{context}{input}Next line:\n", metrics.code_similarity, 64, chat=False
     ),
 }
@@ -191,7 +193,7 @@ EVEN = (
 EVEN_RANGES = {"0-4k": range(4000), "4-8k": range(4000, 8000), "8k+": range(8000, 2**63)}
 """The ranges of LongBench-E, in words."""
 
-CHOICE = Form(
+CHOICE = PromptForm(
     _ask(
         "Choose the right one of four answers to a question about the text. Reply with its letter, in the form "
         '"The correct answer is (letter)".',

@@ -11,7 +11,7 @@ from pathlib import Path
 from string import Formatter
 
 from kvpress_eval.common.errors import DataError
-from kvpress_eval.tasks.longbench.subsets import CHOICE, CONTEXT, Form
+from kvpress_eval.tasks.longbench.subsets import CHOICE, CONTEXT, PromptForm
 
 VERSION_1_FILE = "dataset2prompt.json"
 VERSION_2_FILE = "longbench-v2-prompt.txt"
@@ -19,7 +19,7 @@ VERSION_2_MARKS = {"context": "$DOC$", "question": "$Q$", "A": "$C_A$", "B": "$C
 """Placeholders of version 2's file for our fields."""
 
 
-def published_wording(form: Form, subset: str, folder: Path | None) -> Form:
+def published_wording(form: PromptForm, subset: str, folder: Path | None) -> PromptForm:
     """Return the form with the published template of a subset; unchanged if the folder has no template.
 
     Raises:

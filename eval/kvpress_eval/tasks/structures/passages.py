@@ -6,7 +6,7 @@ from __future__ import annotations
 from itertools import cycle
 
 from kvpress_eval.tasks.hub import HubFile
-from kvpress_eval.tasks.questions import Published, hotpot, squad
+from kvpress_eval.tasks.questions import PublishedQuestions, hotpot, squad
 from kvpress_eval.tasks.sample import Query, Spans
 from kvpress_eval.tasks.scene import SHORT, Scene, Task
 
@@ -34,7 +34,7 @@ def answer_question(scene: Scene) -> tuple[str, Spans, Query]:
     return context, spans, language.ask_question(question.text, question.answers)
 
 
-SQUAD = Published(
+SQUAD = PublishedQuestions(
     HubFile(
         ("squad.json", "squad.jsonl", "squad.parquet", "dev-v2.0.json"),
         "rows with title, context, question and answers, or the published JSON file",
@@ -45,7 +45,7 @@ SQUAD = Published(
     ),
     squad,
 )
-HOTPOTQA = Published(
+HOTPOTQA = PublishedQuestions(
     HubFile(
         ("hotpotqa.json", "hotpotqa.jsonl", "hotpotqa.parquet", "hotpot_dev_distractor_v1.json"),
         "rows with question, answer, context and supporting_facts",

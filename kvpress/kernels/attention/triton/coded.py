@@ -42,7 +42,7 @@ BLOCK_POSITIONS = tl.constexpr(STEP)
 
 
 @dataclass(frozen=True)
-class Spans:
+class DecodeTiles:
     """Tiles in which keys or values are decoded."""
 
     span: int
@@ -55,12 +55,12 @@ class Spans:
     """Spans of the channels that are not rotated, padded to a power of two."""
 
 
-def spans(channels: int, coupled: int, half: int) -> Spans:
+def spans(channels: int, coupled: int, half: int) -> DecodeTiles:
     """Return the tiles of rows with 2 * `half` rotated channels; a tile has at least 16 channels, for products."""
     span = gcd(coupled, half)
     width = padded(span, 1)
     pair, unrotated = (padded(size // span, max(1, 16 // width)) for size in (half, channels - 2 * half))
-    return Spans(span, width, pair, unrotated)
+    return DecodeTiles(span, width, pair, unrotated)
 
 
 def block_rows(channels: int, half: int, scaled: bool = False) -> int:

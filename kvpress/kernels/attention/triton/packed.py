@@ -35,7 +35,7 @@ WARPS, STAGES = 2, 3
 
 
 @dataclass(frozen=True)
-class Limits:
+class LaunchLimits:
     """Largest tile that fits into registers without a spill."""
 
     queries: int
@@ -48,7 +48,7 @@ class Limits:
     """Warps of a program."""
 
 
-def limits(channels: int, corrected: bool, levelled: bool = False, scaled: bool = False) -> Limits:
+def limits(channels: int, corrected: bool, levelled: bool = False, scaled: bool = False) -> LaunchLimits:
     """Return the limits for a number of key and value channels together.
 
     Args:
@@ -59,13 +59,13 @@ def limits(channels: int, corrected: bool, levelled: bool = False, scaled: bool 
     """
     if corrected:
         if channels <= 256:
-            return Limits(8, 32, 255)
+            return LaunchLimits(8, 32, 255)
         # With two warps, older versions spill; with four, newer ones spill on sm_120.
-        return Limits(4, 16, 255) if TRITON >= (3, 8) else Limits(4, 32, 255, 2 * WARPS)
+        return LaunchLimits(4, 16, 255) if TRITON >= (3, 8) else LaunchLimits(4, 32, 255, 2 * WARPS)
     if channels > 256:
-        return Limits(16, 32 if levelled else 64, 255)
+        return LaunchLimits(16, 32 if levelled else 64, 255)
     # Without a limit, ptxas spills even for small tiles, in order to run more of them.
-    return Limits(16, 64, 128 if channels <= 128 else 168 if scaled else None)
+    return LaunchLimits(16, 64, 128 if channels <= 128 else 168 if scaled else None)
 
 
 @dataclass(frozen=True)

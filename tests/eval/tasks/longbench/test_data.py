@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub.errors import OfflineModeIsEnabled
 from kvpress_eval.common.errors import DataError
-from kvpress_eval.tasks.longbench.data import Classified, Published, Question, read_rows, version_1
+from kvpress_eval.tasks.longbench.data import Classified, PublishedRows, QuestionRow, read_rows, version_1
 
 from tests.eval.jsonl import write_lines
 from tests.eval.tasks.longbench.rows import choice, expand, question
@@ -86,7 +86,7 @@ def test_a_subset_comes_from_the_archive(data: Path, tmp_path: Path, monkeypatch
         members.write(data / "trec.jsonl", "data/trec.jsonl")
     file = replace(version_1("trec", Classified).file, sha256=hashlib.sha256(archive.read_bytes()).hexdigest())
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *place, **which: str(archive))
-    from_hub, from_folder = (read_rows(Published(file, Classified), folder) for folder in (None, data))
+    from_hub, from_folder = (read_rows(PublishedRows(file, Classified), folder) for folder in (None, data))
     assert (from_hub.rows, from_hub.sha256) == (from_folder.rows, from_folder.sha256)
     with pytest.raises(DataError, match=r"cannot fetch data/lcc\.jsonl in data\.zip"):
-        read_rows(Published(replace(file, member="data/lcc.jsonl"), Question), None)
+        read_rows(PublishedRows(replace(file, member="data/lcc.jsonl"), QuestionRow), None)
