@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 COMPAT = "kvpress.compat"
-"""Package that implements `Adapter`."""
+"""Package that implements `PeerAdapter`."""
 
 
-class Adapter(Protocol):
+class PeerAdapter(Protocol):
     """Adapts press classes, and calls presses on plain tensors."""
 
     def adapt(self, kind: type) -> None:
@@ -49,6 +49,6 @@ class Adapter(Protocol):
         """Return the scores of a press; see `ScorerPress.score`."""
 
 
-def adapter() -> Adapter:
-    """Return the implementation of `Adapter`."""
-    return cast(Adapter, importlib.import_module(COMPAT))
+def adapter() -> PeerAdapter:
+    """Return the implementation of `PeerAdapter`."""
+    return cast(PeerAdapter, importlib.import_module(COMPAT))
