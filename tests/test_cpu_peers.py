@@ -150,7 +150,7 @@ def test_time_of_a_token_is_split_from_its_time_behind_an_empty_cache() -> None:
     [
         (["--tokens", "100"], "--tokens must be multiples of 32, from 32, got 100"),
         (["--tokens", "many"], "--tokens must be multiples of 32, from 32, got many"),
-        (["--parts", "layer,head"], "--parts must be of layer, model, got head"),
+        (["--parts", "layer,head"], "--parts must be some of layer, model, got head"),
         (["--only", "ours int4,ours int5"], "no contender 'ours int5'; there are ONNX Runtime float16, "),
         (["--rounds", "0"], "--rounds must be at least 1, got 0"),
         (["--prompt", "-1"], "--prompt must be at least 0, got -1"),
@@ -169,4 +169,4 @@ def test_unmeasurable_settings_are_refused_at_once(
 def test_a_level_that_the_processor_lacks_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cpu_peers.main(["--levels", "sse9"])
-    assert "--levels: no level 'sse9' on this processor; use all, or of baseline" in capsys.readouterr().err
+    assert "--levels: no level 'sse9' on this processor; use all, or some of baseline" in capsys.readouterr().err
