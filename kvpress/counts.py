@@ -20,7 +20,7 @@ def parse_count(value: Any, name: str = "tokens", least: int = 1) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmM]?)\s*", str(value))
     number = float(match[1]) * _UNITS[match[2].lower()] if match else -1.0
     if not number.is_integer() or number < 0:
-        raise ValueError(f"{name} must be a whole number such as 4096, 8k, 128k or 1M, got {value!r}")
+        raise ValueError(f"{name} must be an integer such as 4096, 8k, 128k or 1M, got {value!r}")
     if number < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
     return int(number)

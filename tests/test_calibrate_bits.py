@@ -146,7 +146,7 @@ def test_the_command_writes_bits_that_are_better_than_the_reverse_order(tmp_path
     arguments = ["calibrate", "--model", "reference", "--method", "bits", "--data", str(data), "--out", str(out)]
     refused = CliRunner().invoke(app, [*arguments, "--widths", "2,x"])
     assert refused.exit_code
-    assert "widths must be whole numbers with commas" in refused.output
+    assert "widths must be integers with commas" in refused.output
     assert not out.exists()
     result = CliRunner().invoke(app, [*arguments, "--widths", "2,4", "--sequences", "2", "--tokens", "256"])
     assert result.exit_code == 0, result.output

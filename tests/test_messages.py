@@ -32,7 +32,7 @@ def test_numbers_of_tokens(text: Any, count: int) -> None:
 
 @pytest.mark.parametrize("text", ["8kb", "k", "-1", "1.5", "8 000", "", "1e3", "nan", None])
 def test_invalid_numbers_of_tokens(text: Any) -> None:
-    with pytest.raises(ValueError, match="context must be a whole number such as 4096, 8k, 128k or 1M, got "):
+    with pytest.raises(ValueError, match="context must be an integer such as 4096, 8k, 128k or 1M, got "):
         parse_count(text, "context")
     with pytest.raises(ValueError, match="context must be at least 16, got 8"):
         parse_count("8", "context", least=16)

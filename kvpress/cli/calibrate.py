@@ -165,8 +165,8 @@ def _sides(name: str, text: str) -> tuple[int, int]:
     return numbers[0], numbers[-1]
 
 
-def _numbers(name: str, text: str, expected: str = "whole numbers with commas between them") -> tuple[int, ...]:
-    """Read whole numbers with commas between them."""
+def _numbers(name: str, text: str, expected: str = "integers with commas between them") -> tuple[int, ...]:
+    """Read integers with commas between them."""
     try:
         return tuple(int(number) for number in text.split(","))
     except ValueError:

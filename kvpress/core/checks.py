@@ -45,8 +45,8 @@ class Range:
             ValueError: it is out of range.
         """
         if isinstance(value, bool) or not isinstance(value, int if self.whole else (int, float)):
-            kind = "whole number" if self.whole else "number"
-            raise TypeError(f"{name} must be a {kind} {self}, got {value!r} of type {type(value).__name__}")
+            kind = "an integer" if self.whole else "a number"
+            raise TypeError(f"{name} must be {kind} {self}, got {value!r} of type {type(value).__name__}")
         is_above = self.least < value if self.above else self.least <= value
         if not (is_above and (value <= self.most if self.most < math.inf and not self.below else value < self.most)):
             raise ValueError(f"{name} must be {self}, got {value}")

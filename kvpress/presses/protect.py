@@ -29,7 +29,7 @@ BETWEEN = ".."
     refuses=(
         Refusal("protect(snapkv:0.5)", "nothing is named to protect: give tokens, tags, roles or last"),
         Refusal("protect(snapkv:0.5):tokens=0:8 4:12", "ranges overlap"),
-        Refusal("protect(snapkv:0.5):tokens=0:100000", "the range ends behind the prompt"),
+        Refusal("protect(snapkv:0.5):tokens=0:100000", "the range ends after the prompt"),
         Refusal("protect(snapkv:0.5):roles=narrator", "there is no such role"),
         Refusal("protect(snapkv:0.5):tags=<tools>", "a pair of tags is written as `<tools>..</tools>`"),
     ),

@@ -13,7 +13,7 @@ from tests.models import fingerprint, tiny_model, tokens
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "new_tokens": ({"new_tokens": 0}, ValueError, "new_tokens must be >= 1, got 0"),
-    "block_length": ({"block_length": 2.0}, TypeError, "block_length must be a whole number >= 1, got 2.0"),
+    "block_length": ({"block_length": 2.0}, TypeError, "block_length must be an integer >= 1, got 2.0"),
     "steps": ({"steps": 9}, ValueError, r"steps must be in \[1, 8\], the block_length.*got 9"),
     "both": ({"steps": 4, "threshold": 0.9}, ValueError, "steps=4 and threshold=0.9 are two schedules"),
     "threshold": ({"threshold": 1.5}, ValueError, r"threshold must be in \[0, 1\], got 1.5"),

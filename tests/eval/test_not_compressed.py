@@ -70,5 +70,5 @@ def test_samples_of_a_file_past_the_positions_fail_alone(tmp_path: Path) -> None
 
 def test_lengths_may_have_a_unit() -> None:
     assert load_config(None, {"lengths": ["1k", 512], "max_new_tokens": "2k"}).lengths == (1024, 512)
-    with pytest.raises(ConfigError, match=r"lengths\.0: a number of tokens must be a whole number such as 4096, 8k"):
+    with pytest.raises(ConfigError, match=r"lengths\.0: a number of tokens must be an integer such as 4096, 8k"):
         load_config(None, {"lengths": ["1kb"]})

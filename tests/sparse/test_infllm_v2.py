@@ -68,7 +68,7 @@ def test_model_families_work(family: str) -> None:
 def test_bad_arguments_are_refused() -> None:
     for words, arguments in {
         "block_size must be a multiple of stride=16, got 40": {"block_size": 40},
-        "n_recent must be a whole number >= 32, got 3|n_recent must be >= 32, got 3": {"n_recent": 3},
+        "n_recent must be an integer >= 32, got 3|n_recent must be >= 32, got 3": {"n_recent": 3},
         "budget must be": {"budget": 100},
     }.items():
         with pytest.raises(ValueError, match=words):

@@ -51,8 +51,8 @@ def command(
 
 
 def _number(text: str) -> float:
-    """Read a whole number or a fraction."""
+    """Read an integer or a fraction."""
     try:
         return int(text) if text.isdecimal() else float(text)
     except ValueError:
-        raise ConfigError(f"budget must be a whole number of pairs, or a fraction in (0, 1), got {text!r}") from None
+        raise ConfigError(f"budget must be an integer of pairs, or a fraction in (0, 1), got {text!r}") from None

@@ -53,4 +53,4 @@ def test_bad_arguments() -> None:
         candidates("/missing", 64, 0, "mean")
     code, output = invoke("--budget", "many")
     assert code != 0
-    assert "budget must be a whole number" in output
+    assert "budget must be an integer" in output

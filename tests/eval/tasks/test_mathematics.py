@@ -86,7 +86,7 @@ def test_problems_run_end_to_end(tmp_path: Path, quiet: Console) -> None:
 
 def test_rows_that_are_no_problems_are_named(tmp_path: Path) -> None:
     config = RunConfig(tasks=("aime25",), data_dir=write(tmp_path / "data", "pi"))
-    with pytest.raises(DataError, match=r"aime25\.jsonl:1: .*whole number of up to 3 digits, got 'pi'"):
+    with pytest.raises(DataError, match=r"aime25\.jsonl:1: .*integer of up to 3 digits, got 'pi'"):
         expand_tasks(config)
 
 

@@ -125,9 +125,7 @@ def _problem(row: Any, place: str, problems: MathProblems) -> tuple[str, str]:
         case {"problem": str(problem), "answer": str() | int() as answer}:
             if problems.score is not same_integer or re.fullmatch(r"\d{1,3}", str(answer)):
                 return problem, str(answer)
-            raise DataError(
-                f"{place}: the answer of an AIME problem is a whole number of up to 3 digits, got {answer!r}"
-            )
+            raise DataError(f"{place}: the answer of an AIME problem is an integer of up to 3 digits, got {answer!r}")
     raise DataError(f"{place}: not a problem: needs problem and answer")
 
 
