@@ -64,8 +64,8 @@ def limits(channels: int, corrected: bool, levelled: bool = False, scaled: bool 
         return LaunchLimits(4, 16, 255) if TRITON >= (3, 8) else LaunchLimits(4, 32, 255, 2 * WARPS)
     if channels > 256:
         return LaunchLimits(16, 32 if levelled else 64, 255)
-    # Without a limit, ptxas spills even for small tiles, in order to run more of them.
-    return LaunchLimits(16, 64, 128 if channels <= 128 else 168 if scaled else None)
+    # Without a limit, ptxas spills even for small tiles, in order to run more of them. Levels need more registers on sm_80.
+    return LaunchLimits(16, 64, 128 if channels <= 128 else 168 if scaled and not levelled else None)
 
 
 @dataclass(frozen=True)
