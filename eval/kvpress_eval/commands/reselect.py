@@ -55,4 +55,6 @@ def _number(text: str) -> float:
     try:
         return int(text) if text.isdecimal() else float(text)
     except ValueError:
-        raise ConfigError(f"budget must be an integer, the number of pairs, or a fraction in (0, 1), got {text!r}") from None
+        raise ConfigError(
+            f"budget must be an integer, the number of pairs, or a fraction in (0, 1), got {text!r}"
+        ) from None
