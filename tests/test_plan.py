@@ -284,6 +284,29 @@ def test_list_shows_the_presses_of_one_status() -> None:
     assert "status must be one of recommended" in " ".join(refused.output.split())
 
 
+def test_list_is_filtered_and_written_as_json() -> None:
+    entries = json.loads(runner.invoke(app, ["list", "--json"]).output)
+    assert [entry["name"] for entry in entries] == [entry.name for entry in kvpress.list_presses()]
+    assert set(entries[0]) == {"name", "role", "status", "summary", "paper"}
+    shown = json.loads(runner.invoke(app, ["list", "--json", "--role", "quantise", "rotate", "HADAMARD"]).output)
+    assert {entry["role"] for entry in shown} == {"quantise"}
+    assert "rotated" in {entry["name"] for entry in shown}
+    assert len(shown) < 10
+    for arguments, message in (
+        (["--role", "good"], "role must be one of baseline, evict"),
+        (["nonsense"], "no press matches"),
+    ):
+        refused = runner.invoke(app, ["list", *arguments])
+        assert refused.exit_code == 2
+        assert message in " ".join(refused.output.replace("│", " ").split())
+
+
+def test_version_and_short_help() -> None:
+    assert runner.invoke(app, ["--version"]).output == f"kvpress {kvpress.__version__}\n"
+    for arguments in (["-h"], ["list", "-h"]):
+        assert "Usage" in runner.invoke(app, arguments).output
+
+
 def test_plan_prints_a_selection_for_the_reference_model() -> None:
     result = runner.invoke(app, ["plan", "--model", "reference", "--context", "2048", "--batch", "3"])
     assert result.exit_code == 0, result.output

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calibration: learn a method's tensors from a model and texts, and write them to a file. A stopped run can be resumed.
 
-A method is a module of this package with a subclass of `run.CalibrationSettings`, whose `method` is its name in `kvpress calibrate
---method`.
+A method is a module of this package with a subclass of `run.CalibrationSettings`, whose `method` is its name in
+`kvpress calibrate --method`.
 """
 
 from __future__ import annotations

@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvpress import __version__
 from kvpress.cli.caches import ask_command, compress_command, info_command
 from kvpress.cli.calibrate import calibrate_command
 from kvpress.cli.console import UNWRITABLE, App, fail, new_console, shown, tokens
-from kvpress.core.registry import STATUSES
+from kvpress.core.registry import ORDER, STATUSES
 from kvpress.terminal import Name
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ app = App(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Compress the key-value cache of language models, and measure what it saves and costs.",
 )
 
@@ -51,12 +54,21 @@ _TAIL = 0.05
 _PLAIN: dict[str, Any] = {"box": None, "padding": (0, 1, 0, 0)}
 
 
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
+        Console().print(f"kvpress {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def main(
     modules: Annotated[
         list[str] | None,
         typer.Option("--import", help="A module or .py file with presses of your own; may be repeated."),
     ] = None,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
 ) -> None:
     """Import the modules with the user's presses before the command runs."""
     if modules:
@@ -80,19 +92,34 @@ def _import_file(path: Path) -> None:
 
 @app.command("list")
 def list_command(
+    words: Annotated[list[str] | None, typer.Argument(help="Only presses with all these words in their row.")] = None,
     status: Annotated[str | None, typer.Option(help=f"Only presses of one status: {', '.join(STATUSES)}.")] = None,
+    role: Annotated[str | None, typer.Option(help=f"Only presses of one role: {', '.join(ORDER)}.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list instead of a table.")] = False,
 ) -> None:
     """List all presses with role, status, summary and paper."""
     from kvpress.core.listing import listed
 
-    if status is not None and status not in STATUSES:
-        raise typer.BadParameter(f"status must be one of {', '.join(STATUSES)}, got {status!r}")
+    for name, value, allowed in (("status", status, tuple(STATUSES)), ("role", role, ORDER)):
+        if value is not None and value not in allowed:
+            raise typer.BadParameter(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+    rows = [
+        line
+        for line in listed()
+        if status in (None, line.status)
+        and role in (None, line.role)
+        and all(word.lower() in " ".join(asdict(line).values()).lower() for word in words or ())
+    ]
+    if as_json:
+        typer.echo(json.dumps([asdict(line) for line in rows], indent=1))
+        return
+    if not rows:
+        raise typer.BadParameter("no press matches; `kvpress list` shows all")
     table = Table()
     for column in ("press", "role", "status", "what it does", "paper"):
         table.add_column(column, no_wrap=column in ("press", "role", "status"))
-    for line in listed():
-        if status in (None, line.status):
-            table.add_row(*map(Text, (line.name, line.role, line.status, line.summary, line.paper or "-")))
+    for line in rows:
+        table.add_row(*map(Text, (line.name, line.role, line.status, line.summary, line.paper or "-")))
     console = new_console()
     console.print(table)
     if status is None:
