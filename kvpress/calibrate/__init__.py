@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calibration: learn a method's tensors from a model and texts, and write them to a file. A stopped run can be resumed.
 
-A method is a module of this package with a subclass of `run.Settings`, whose `method` is its name in `kvpress calibrate
---method`.
+A method is a module of this package with a subclass of `run.CalibrationSettings`, whose `method` is its name in `kvpress
+calibrate --method`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import pkgutil
 from inspect import isabstract
 from typing import Any
 
-_MODULES = {"calibrate": "run", "Settings": "run"}
+_MODULES = {"calibrate": "run", "CalibrationSettings": "run"}
 
 
 def methods() -> dict[str, type[Any]]:
     """Return the settings class of every method by its name."""
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
-    pending, by_name = [importlib.import_module(f"{__name__}.run").Settings], {}
+    pending, by_name = [importlib.import_module(f"{__name__}.run").CalibrationSettings], {}
     while pending:
         pending += (kind := pending.pop()).__subclasses__()
         if not isabstract(kind) and hasattr(kind, "method"):
