@@ -8,8 +8,10 @@ from typing import Any
 from torch import Tensor
 from transformers import DynamicCache
 
-import kvpress
 from kvpress.hf.models import with_cache
+from kvpress.testing.comparison import positions
+
+__all__ = ["CODEC", "STORAGES", "generate", "pairs", "positions", "prefill"]
 
 CODEC = "kivi:bits=4,group_size=4,residual_length=4"
 STORAGES = {
@@ -34,11 +36,6 @@ def prefill(model: Any, press: Any, ids: Tensor, mask: Tensor | None = None) -> 
     with press(model):
         model(ids, attention_mask=mask, **with_cache(cache))
     return cache
-
-
-def positions(cache: Any) -> list[list[list[list[int]]]]:
-    """Return positions of the kept pairs, ascending, by layer, row and KV head."""
-    return [[[head.tolist() for head in row] for row in layer] for layer in kvpress.kept_positions(cache)]
 
 
 def pairs(cache: Any) -> set[int]:

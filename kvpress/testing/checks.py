@@ -25,19 +25,16 @@ from kvpress.cache.selection import Selection
 from kvpress.core.press import BasePress, ComposedPress, built
 from kvpress.core.recipe import Eviction, Recipe
 from kvpress.hf.models import cache_place, facts_of, with_cache
-from kvpress.testing.comparison import Fault
+from kvpress.testing.comparison import Fault, Positions, explain, positions, unequal_positions
 from kvpress.testing.memory import held_by_cache
-from kvpress.testing.models import fingerprint, grow, padded_batch, position_ids, tiny_models, tokens
+from kvpress.testing.models import fingerprint, grow, noise, padded_batch, position_ids, tiny_models, tokens
 from kvpress.testing.oracle import decode_both
 from kvpress.testing.rows import check_rows_alone
 
-LENGTHS = (300, 230, 150)
-"""Tokens of the rows of a padded batch: enough for the default windows and dense tails."""
+LENGTHS = (300, 229, 152)
+"""Tokens of the rows of a padded batch: enough for the default windows and dense tails, one row by an odd padding."""
 ALL_PAIRS = 10**6
 """Budget with which a selector reads all pairs."""
-
-Positions = list[list[list[list[int]]]]
-"""Positions of kept pairs by layer, row and KV head."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +123,7 @@ def differ(first: Any, second: Any) -> bool:
 
 def check_rows(press: BasePress, model: Any, name: str) -> None:
     """Check that a row of a padded batch is stored and read as alone."""
-    check_rows_alone(model, press, LENGTHS, name)
+    check_rows_alone(model, press, LENGTHS, name, exact=False)
 
 
 def check_memory(press: BasePress, model: Any, name: str) -> None:
@@ -166,10 +163,23 @@ def later_turn(model: Any, press: BasePress, cache: Any, mask: Tensor) -> Tensor
 
 
 def check_chunks(press: BasePress, model: Any, name: str) -> None:
-    """Check that a prompt read in chunks keeps the same pairs, and goes on with the same tokens, as in one pass."""
+    """Check that a prompt read in chunks keeps the same pairs as in one pass; noise may explain scores that tie."""
     batch = padded_batch(list(LENGTHS[:2]))
-    whole_prompt, chunks = (generate(model, press, *batch, prefill_chunk_size=size) for size in (None, 70))
-    equal_outputs(name, "a prompt in chunks of 70 tokens", chunks, "in one pass", whole_prompt)
+    _, whole_prompt = generate(model, press, *batch)
+    _, chunks = generate(model, press, *batch, prefill_chunk_size=70)
+
+    def noisy(seed: int) -> int:
+        with noise(seed, model):
+            return len(unequal_positions(generate(model, press, *batch)[1], whole_prompt))
+
+    unequal = unequal_positions(chunks, whole_prompt)
+    is_rounding, explained = explain(len(unequal), noisy)
+    if not is_rounding:
+        raise Fault(
+            name,
+            f"a prompt in chunks of 70 tokens keeps {len(unequal)} other pairs than in one pass, rounding explains "
+            f"{explained:.0f}: {unequal[0]}",
+        )
 
 
 def check_threads(press: BasePress, model: Any, name: str) -> None:
@@ -205,25 +215,15 @@ def generate(
         return generate(model, None, ids, mask, **settings)
 
 
-def positions(cache: Any) -> Positions:
-    """Return positions of kept pairs, ascending."""
-    return [[[head.tolist() for head in row] for row in layer] for layer in kvpress.kept_positions(cache)]
-
-
 def equal_outputs(
     name: str, words: str, actual: tuple[Tensor, Positions], reference: str, expected: tuple[Tensor, Positions]
 ) -> None:
     """Raise `Fault` unless two requests kept the same pairs and generated the same tokens."""
-    for layer, (ours, theirs) in enumerate(zip(actual[1], expected[1], strict=True)):
-        for row, (heads, expected_heads) in enumerate(zip(ours, theirs, strict=True)):
-            for head, (kept, expected_kept) in enumerate(zip(heads, expected_heads, strict=True)):
-                if kept != expected_kept:
-                    unequal = len({*kept} ^ {*expected_kept})
-                    where = f"layer {layer}, row {row}, head {head}"
-                    raise Fault(name, f"{words} keeps other pairs than {reference}: {unequal} positions, {where}")
+    if unequal := unequal_positions(actual[1], expected[1]):
+        raise Fault(name, f"{words} keeps {len(unequal)} other pairs than {reference}: {unequal[0]}")
     if not torch.equal(actual[0], expected[0]):
         count = int((actual[0] != expected[0]).sum())
-        raise Fault(name, f"{words} generates other tokens than {reference}: {count} differ")
+        raise Fault(name, f"{words} generates {count} other tokens than {reference}")
 
 
 # -- presses that evict ------------------------------------------------------------------------------------------------
@@ -397,14 +397,14 @@ def with_budget(press: BasePress) -> BasePress:
 CHECKS = (
     Check("no state", check_state),
     Check("evicted pairs are freed", check_freed, evicts_prompts),
-    Check("mask oracle", check_oracle, only_hides),
-    Check("padded row", check_rows),
     Check("memory report", check_memory),
-    Check("saved cache", check_saving),
-    Check("chunked prompt", check_chunks, lambda recipe: recipe.pattern is None and recipe.dropping is None),
-    Check("threads", check_threads),
     Check("stored pairs", check_stored_pairs, lambda recipe: recipe.codec is not None),
     Check("chosen pairs", check_choices, lambda recipe: recipe.selector is not None),
     Check("budget of all pairs", check_all_pairs, lambda recipe: recipe.selector is not None),
+    Check("mask oracle", check_oracle, only_hides),
+    Check("padded row", check_rows),
+    Check("saved cache", check_saving),
+    Check("chunked prompt", check_chunks, lambda recipe: recipe.pattern is None and recipe.dropping is None),
+    Check("threads", check_threads),
 )
-"""All checks, in the order in which they run."""
+"""All checks, the most specific errors first."""

@@ -13,7 +13,7 @@ import kvpress
 from kvpress.hf.models import facts_of
 from kvpress.quant.budgeted import OfSize
 from kvpress.quant.widths import LEAST, WIDTHS
-from kvpress.testing.comparison import TRIES, Fault, same
+from kvpress.testing.comparison import Fault, explain, same
 from kvpress.testing.memory import reachable
 from tests.fuzz import specs
 from tests.fuzz.cases import ROWS, Case
@@ -230,15 +230,13 @@ def same_counts(actual: Tensor, expected: Tensor, again: Callable[[int], Tensor]
     The number of pairs of a layer depends on single values where layers compete, and on sums that are rounded to whole pairs.
     Values that differ by a rounding error change places under noise of that size: this is measured as in `same`.
     """
-    difference, explained = int((actual - expected).abs().max()), 0
-    for n in range(TRIES):
-        if difference <= 2 * explained:
-            return
-        explained = max(explained, int((again(n) - expected).abs().max()))
-    if difference > 2 * explained:
+    difference = int((actual - expected).abs().max())
+    is_rounding, explained = explain(difference, lambda n: int((again(n) - expected).abs().max()))
+    if not is_rounding:
         at = int((actual - expected).abs().amax(dim=1).argmax())
         raise Fault(
-            words, f"{actual[at].tolist()} pairs by layer, not {expected[at].tolist()}; rounding explains {explained}"
+            words,
+            f"{actual[at].tolist()} pairs by layer, not {expected[at].tolist()}; rounding explains {explained:.0f}",
         )
 
 
