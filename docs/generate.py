@@ -65,8 +65,10 @@ BASES = {
     ),
     "Storing and reading": (
         "cache.codec.Codec", "cache.codec.Sealing", "cache.segment.Segment", "core.selector.Selector", "core.selector.Budget",
-        "core.pattern.Pattern",
+        "core.pattern.Pattern", "quant.press.QuantisingPress", "sparse.base.SelectorPress", "sparse.labels.LabelSelector",
+        "sparse.blocks.BlockSelector",
     ),
+    "Testing": ("testing.check_press", "testing.Fault"),
 }  # fmt: skip
 """Classes that methods build on, as paths below `kvpress`."""
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-import kvpress
-from kvpress import kernels
 from kvpress.hf.models import with_cache
+from kvpress.testing.comparison import positions
+
+__all__ = ["CODEC", "STORAGES", "generate", "pairs", "positions", "prefill"]
 
 CODEC = "kivi:bits=4,group_size=4,residual_length=4"
 STORAGES = {
@@ -38,36 +38,6 @@ def prefill(model: Any, press: Any, ids: Tensor, mask: Tensor | None = None) -> 
     return cache
 
 
-def positions(cache: Any) -> list[list[list[list[int]]]]:
-    """Return positions of the kept pairs, ascending, by layer, row and KV head."""
-    return [[[head.tolist() for head in row] for row in layer] for layer in kvpress.kept_positions(cache)]
-
-
 def pairs(cache: Any) -> set[int]:
     """Return the distinct numbers of pairs that heads of compressed layers hold."""
     return {n for layer in cache.layers if hasattr(layer, "store") for n in layer.store.stored()}
-
-
-def reachable(root: Any, skip: tuple[type, ...] | type = ()) -> list[Tensor]:
-    """Return every tensor that an object keeps alive, through attributes and containers of any name.
-
-    Objects of the types in `skip` count as empty. So do the operands of segments, which refer to tensors of the
-    segments and to constants of the process.
-    """
-    tensors, seen, stack = [], set(), [root]
-    leaves = (type, torch.dtype, torch.device, str, int, float, kernels.Rows, skip)
-    while stack:
-        item = stack.pop()
-        if id(item) in seen or isinstance(item, leaves):
-            continue
-        seen.add(id(item))
-        if isinstance(item, Tensor):
-            tensors.append(item)
-        elif isinstance(item, dict):
-            stack += item.values()
-        elif isinstance(item, (list, tuple, set, frozenset)):
-            stack += item
-        else:
-            stack += getattr(item, "__dict__", {}).values()
-            stack += [getattr(item, name) for name in getattr(type(item), "__slots__", ()) if hasattr(item, name)]
-    return tensors

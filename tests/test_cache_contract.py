@@ -15,9 +15,9 @@ from transformers.cache_utils import DynamicLayer
 import kvpress
 from kvpress.cache.layout import Layout
 from kvpress.hf.cache.layer import PressLayer
+from kvpress.testing.memory import reachable
 from tests.models import grow, padded_batch, position_ids, tiny_model, tokens
 from tests.pairwise import every_pair
-from tests.test_memory import reachable
 
 KIVI = "kivi:group_size=4,residual_length=4,bits="
 QUEST = "quest:budget=12,page_size=4,skip_layers=0"

@@ -23,9 +23,9 @@ from kvpress.cache.storage import Held, per_pair, tensors_in
 from kvpress.cache.store import KVStore
 from kvpress.kernels import pack as pack_codes
 from kvpress.kernels import unpack as unpack_codes
+from kvpress.testing.memory import held_bytes
 from tests.formats import BOOK, DIM, HEADS, LENGTHS, every_codec, segment
 from tests.models import padded_batch, tiny_model, tokens
-from tests.test_memory import held
 
 
 @every_codec
@@ -100,7 +100,7 @@ def test_every_tensor_is_listed_once(name: str) -> None:
             for part in now.tensors().values()
             for t in part
         }
-        assert sum(listed.values()) == held(now)
+        assert sum(listed.values()) == held_bytes(now)
 
 
 def halved(layout: Layout) -> Layout:
@@ -211,12 +211,12 @@ def test_the_report_counts_all_that_a_cache_and_its_copies_hold(spec: str, padde
         layer.store.codec_state["table"] = torch.zeros(50)
     twin = copy.deepcopy(cache)
     # A copy that goes on by itself shares sealed tensors, the memory of a selector included.
-    assert kvpress.memory_report(cache).total_bytes == held(cache)
-    assert kvpress.memory_report(twin).total_bytes == held(twin)
-    windows = sum(held(layer.store.window) for layer in twin.layers)
+    assert kvpress.memory_report(cache).total_bytes == held_bytes(cache)
+    assert kvpress.memory_report(twin).total_bytes == held_bytes(twin)
+    windows = sum(held_bytes(layer.store.window) for layer in twin.layers)
     common = kvpress.memory_report(twin).components.get("shared", 0)
     unshared = 3 * 200 + windows + common
-    assert held([cache, twin]) <= held(cache) + unshared + 2000
+    assert held_bytes([cache, twin]) <= held_bytes(cache) + unshared + 2000
 
 
 @dataclass(eq=False, repr=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Importing the package is cheap and has no side effect; one file imports transformers."""
+"""Importing the package is cheap and has no side effect; modules import only lower rooms."""
 
 from __future__ import annotations
 
@@ -100,6 +100,7 @@ def imports(path: Path) -> set[str]:
 RANKS = (
     "env", "signals", "counts", "kernels", "cache", "observe", "core", "presses", "quant", "sparse",
     "calibrate", "hf", "diffusion", "speculation", "compat", "attention_patch", "utils", "pipeline", "plan", "terminal", "cli",
+    "testing",
 )  # fmt: skip
 """Rooms of the library, lowest first: a module imports its own room and the rooms before it."""
 
@@ -161,8 +162,15 @@ def test_no_modules_import_each_other() -> None:
     assert not remaining, f"these modules import each other: {sorted(remaining)}"
 
 
-def test_only_one_package_imports_transformers() -> None:
-    assert {p.relative_to(PACKAGE).parts[0] for p in SOURCES if "transformers" in imports(p)} == {"hf"}
+def test_only_hf_and_the_checks_that_run_models_import_transformers() -> None:
+    assert {p.relative_to(PACKAGE).parts[0] for p in SOURCES if "transformers" in imports(p)} == {"hf", "testing"}
+
+
+def test_checks_of_presses_need_no_test_runner_and_nothing_imports_them() -> None:
+    testing = {path for path in SOURCES if name_of(path).startswith("testing")}
+    assert not any("pytest" in imports(path) for path in testing)
+    importing = {module for module, targets in arrows().items() if any(name.startswith("testing") for name in targets)}
+    assert importing <= {name_of(path) for path in testing}
 
 
 def test_the_library_never_imports_its_evaluation_or_tests() -> None:

@@ -16,7 +16,7 @@ import kvpress
 from kvpress.cache.layout import Layout
 from kvpress.cache.mixed import MixedSegment
 from kvpress.cache.report import format_bytes
-from tests.caches import reachable
+from kvpress.testing.memory import held_by_cache, held_bytes, reachable
 from tests.models import padded_batch, position_ids, tiny_model, tokens
 from tests.pairwise import every_pair
 from tests.presses.evicting import EVICTING, exempt
@@ -59,19 +59,13 @@ LEAVE_ALL = ("none", QUEST, DECODING, "tidal_decode:budget=12,skip_layers=0")
 """Presses that keep a whole prompt."""
 
 
-def held(root: Any) -> int:
-    """Return the bytes of the storages behind all reachable tensors, each once."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in reachable(root)}
-    return sum(storages.values())
-
-
 def cached_layouts(cache: Any) -> int:
     """Return the bytes of lengths and offsets that layouts keep on the host: a few numbers per stream, not per pair."""
     stores = [layer.store for layer in cache.layers if hasattr(layer, "store")]
     segments = [segment for store in stores for segment in store.sealed]
     indexes = [index for owner in (*stores, *segments) for index in owner.index.values()]
     parts = [part for segment in segments if isinstance(segment, MixedSegment) for part in segment.parts]
-    return sum(held(part.layout) for part in [*segments, *parts, *indexes])
+    return sum(held_bytes(part.layout) for part in [*segments, *parts, *indexes])
 
 
 def read(model: Any, press: Any, ids: Tensor, mask: Tensor | None = None, new: int = 0) -> Any:
@@ -90,7 +84,7 @@ def test_the_total_is_the_held_bytes_and_positions_ascend_without_repeats(spec: 
     ids, mask = padded_batch([40, 26, 13]) if padded else (tokens(3, 40), None)
     cache = read(tiny_model("llama"), kvpress.get_press(spec), ids, mask, new)
     report = kvpress.memory_report(cache)
-    assert report.total_bytes == held(cache)
+    assert report.total_bytes == held_bytes(cache)
     assert cached_layouts(cache) <= 3 * 3 * 2 * 16 * 8
     assert report.total_bytes == sum(report.components.values()) == sum(layer.total_bytes for layer in report.layers)
     assert report.uncompressed_bytes == 3 * 3 * 2 * (40 + new) * 2 * 32 * 4
@@ -108,8 +102,7 @@ def test_the_total_is_the_held_bytes_and_positions_ascend_without_repeats(spec: 
 def test_layers_that_are_not_ours_count_too(family: str) -> None:
     cache = read(tiny_model(family, "eager"), kvpress.KnormPress(0.5), tokens(2, 40))
     report = kvpress.memory_report(cache)
-    parts = [layer if hasattr(layer, "store") else [layer.keys, layer.values] for layer in cache.layers]
-    assert report.total_bytes == held(parts)
+    assert report.total_bytes == held_by_cache(cache)
     assert [layer.compressible for layer in report.layers] == [False, True, True]
 
 
@@ -147,7 +140,7 @@ def test_a_stock_cache_is_its_own_baseline() -> None:
     cache = DynamicCache(config=model.config)
     model(tokens(2, 20), past_key_values=cache)
     report = kvpress.memory_report(cache)
-    assert report.total_bytes == report.uncompressed_bytes == held(cache)
+    assert report.total_bytes == report.uncompressed_bytes == held_bytes(cache)
     assert (report.compression_factor, report.bits_per_value) == (1.0, 32.0)
     with pytest.raises(TypeError, match="past_key_values"):
         kvpress.memory_report(None)
@@ -212,7 +205,7 @@ def test_a_press_that_evicts_frees_the_keys_that_the_model_computed() -> None:
     cache = read(model, kvpress.get_press("adakv(snapkv:0.9,window_size=4)"), tokens(1, 400))
     gc.collect()
     after = sum(t.numel() for t in gc.get_objects() if issubclass(type(t), Tensor))
-    assert after - before <= 2 * held(cache) // 4
+    assert after - before <= 2 * held_bytes(cache) // 4
 
 
 @pytest.mark.parametrize("spec", ["knorm:0.5", "adakv(snapkv:0.5,window_size=4)", KIVI + "2", PRESSES[-1]])
@@ -220,7 +213,7 @@ def test_copies_share_sealed_pairs(spec: str) -> None:
     model, press = tiny_model("llama"), kvpress.get_press(spec)
     cache = read(model, press, tokens(2, 400))
     copies = [copy.deepcopy(cache) for _ in range(5)]
-    assert held([cache, *copies]) <= 1.15 * held(cache)
+    assert held_bytes([cache, *copies]) <= 1.15 * held_bytes(cache)
     shared = {t.untyped_storage().data_ptr() for t in reachable(cache)} & {
         t.untyped_storage().data_ptr() for t in reachable(copies[0])
     }

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import kvpress
+from kvpress.testing.oracle import decode_both
 from tests.models import FAMILIES, padded_batch, tiny_model, tokens
-from tests.oracle import decode_both
 from tests.pairwise import every_pair
 from tests.presses.evicting import EVICTING, exempt
 

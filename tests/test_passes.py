@@ -18,9 +18,9 @@ from kvpress.core.recipe import PassHook, Recipe
 from kvpress.hf.session.session import session
 from kvpress.observe.call import Phase
 from kvpress.observe.passes import TOKENS, Pass
+from kvpress.testing.oracle import Oracle
 from tests.kernels.compiler import needs_compiler
 from tests.models import grow, padded_batch, position_ids, tiny_model, tokens
-from tests.oracle import Oracle
 from tests.tape import TapeRecorder
 
 HYBRID = ["gemma3_text", "gpt_oss", "qwen3_next"]

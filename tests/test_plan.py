@@ -27,9 +27,9 @@ from kvpress.calibrate import (
 )
 from kvpress.cli import PLANNED, app
 from kvpress.plan import LONGEST, Geometry, longest_context, plan
+from kvpress.testing.memory import held_bytes
 from tests.models import tiny_model, tokens
 from tests.scales import write_scales
-from tests.test_memory import held
 
 LENGTH, BATCH = 1024, 2
 
@@ -142,7 +142,7 @@ def measured(press: Any, context: int, generated: int) -> tuple[int, int]:
     model = tiny_model("llama")
     with press(model) as session:
         model.generate(tokens(2, context), max_new_tokens=generated + 1, do_sample=False)
-    return held(session.cache), kvpress.memory_report(session.cache).total_bytes
+    return held_bytes(session.cache), kvpress.memory_report(session.cache).total_bytes
 
 
 def test_every_codec_and_selector_is_planned_for() -> None:

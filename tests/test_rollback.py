@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvpress
-from tests.caches import STORAGES, reachable
+from kvpress.testing.memory import reachable
+from tests.caches import STORAGES
 from tests.fuzz import specs
 from tests.fuzz.models import model_of
 from tests.models import grow, padded_batch, position_ids, tiny_model, tokens

@@ -6,15 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
-from transformers import DynamicCache
 
 import kvpress
+from kvpress.testing.rows import check_rows_alone
 from tests.fuzz.models import model_of
-from tests.fuzz.properties import same
 from tests.fuzz.specs import resolved
-from tests.models import grow, noise, padded_batch, position_ids, tokens
 
 QUEST = "quest:budget=16,page_size=8,skip_layers=0"
 LABELS = "double_sparsity:budget=12,channels=8,skip_layers=0,calibration={channels}"
@@ -68,71 +64,7 @@ def press_of(spec: str) -> Any:
     return kvpress.get_press(resolved(spec, "llama"))
 
 
-class Talk:
-    """Two turns of one row or more; `rows` are their numbers in the whole batch, which seed their tokens."""
-
-    def __init__(self, press: Any, ids: Tensor, mask: Tensor | None, rows: list[int], chunk: int = 0) -> None:
-        self.model, self.rows, self.mask = model_of("llama", "float32"), rows, mask
-        self.cache = DynamicCache(config=self.model.config)
-        self.logits: list[Tensor] = []
-        with press(self.model):
-            for part in ids.split(chunk or ids.shape[1], dim=1):
-                self.read(part, self.cache.get_seq_length() + part.shape[1])
-            self.generate(15, 0)
-            self.mask = grow(self.mask, 5)
-            self.read(torch.cat([tokens(1, 5, seed=500 + row) for row in rows]))
-            self.generate(9, 100)
-
-    def generate(self, count: int, seed: int) -> None:
-        for t in range(count):
-            self.mask = grow(self.mask, 1)
-            self.read(torch.cat([tokens(1, 1, seed=1000 * row + seed + t) for row in self.rows]))
-
-    def read(self, ids: Tensor, seen: int | None = None) -> None:
-        mask = None if self.mask is None else self.mask[:, :seen]
-        at = position_ids(mask, ids.shape[1])
-        logits = self.model(ids, attention_mask=mask, past_key_values=self.cache, position_ids=at).logits
-        self.logits.append(logits[:, -1])
-
-    def encoded(self, row: int) -> list[list[int]]:
-        """Return the number of encoded pairs of every head of a row, layer by layer."""
-        lengths = []
-        for layer in self.cache.layers:
-            store = layer.store
-            heads = range(row * store.heads, (row + 1) * store.heads)
-            lengths.append([sum(segment.layout.lengths[n] for segment in store.segments) for n in heads])
-        return lengths
-
-    def positions(self, row: int) -> list[list[list[int]]]:
-        pads = 0 if self.mask is None else int((~self.mask[row].bool()).sum())
-        kept = kvpress.kept_positions(self.cache)
-        return [[[at - pads for at in head.tolist() if at >= pads] for head in layer[row]] for layer in kept]
-
-
-def assert_alone(press: Any, lengths: tuple[int, ...], chunk: int = 0) -> None:
-    """Check that each row stores, encodes and predicts as alone; noise must explain logits that differ by over 1e-4."""
-    ids, mask = padded_batch(list(lengths))
-    together = Talk(press, ids, mask, list(range(len(lengths))), chunk)
-    for row, length in enumerate(lengths):
-
-        def run(row: int = row, length: int = length) -> Talk:
-            return Talk(press, ids[row : row + 1, -length:], None, [row])
-
-        def noisy(seed: int, run: Any = run) -> Tensor:
-            with noise(seed, model_of("llama", "float32")):
-                return torch.cat(run().logits)
-
-        alone = run()
-        assert together.encoded(row) == alone.encoded(0)
-        assert together.positions(row) == alone.positions(0)
-        batched, expected = (
-            torch.stack([part[row] for part in together.logits[1 - len(alone.logits) :]]),
-            alone.logits[1:],
-        )
-        same(batched, torch.cat(expected), lambda seed: noisy(seed)[1:], f"row {row}", free=1e-4)
-
-
 @pytest.mark.parametrize("name", SPECS)
 def test_a_padded_row_is_that_row_alone(name: str) -> None:
     spec, lengths = SPECS[name]
-    assert_alone(press_of(spec), lengths)
+    check_rows_alone(model_of("llama", "float32"), press_of(spec), lengths)

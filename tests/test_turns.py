@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvpress
+from kvpress.testing.oracle import Oracle, weights_of
 from tests.caches import STORAGES, generate, pairs, positions, prefill
 from tests.models import grow, padded_batch, position_ids, tiny_model, tokens
-from tests.oracle import Oracle, weights_of
 from tests.presses.evicting import EVICTING, exempt
 
 

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import kvpress
+from kvpress.testing.oracle import decode_both
 from tests.bad_input.refusals import forward, generate, refused
 from tests.models import COMMON, fingerprint, tiny_model, tokens
-from tests.oracle import decode_both
 
 BASE = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 

@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import kvpress
+from kvpress.testing.models import random_model
 from tests.folders import new_folder
-from tests.models import ALTERNATING, COMMON, full_layers, tokens
+from tests.models import ALTERNATING, full_layers, tokens
 from tests.models import FAMILIES as SETTINGS
 from tests.scales import write_scales
 
 PRETRAINED = "reference"
 """The model that ships with the package, whose weights are trained."""
-BIASED = "qwen2"
+BIASED, LARGE = "qwen2", 70
+"""Model type with large key biases, and their factor."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": SETTINGS["llama"],
     "qwen3": SETTINGS["qwen3"],
@@ -45,17 +45,13 @@ def model_of(family: str, dtype: str) -> Any:
     """Return a model in evaluation mode."""
     if family == PRETRAINED:
         return _without_end(kvpress.load_model(PRETRAINED)[0]).to(DTYPES[dtype])
-    config = CONFIG_MAPPING[family](**{**COMMON, **FAMILIES[family]})
-    torch.manual_seed(0)
     implementation = "eager" if family in EAGER_ONLY else "sdpa"
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=torch.float32)
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias") or "sinks" in name:
-            torch.nn.init.normal_(parameter, std=20.0 if name.endswith("k_proj.bias") and family == BIASED else 0.3)
-        elif "norm" in name:
-            # Normalised keys with equal weights would all have the same norm, and rounding would choose between them.
-            parameter.data += 0.3 * torch.randn_like(parameter)
-    return _without_end(model).to(DTYPES[dtype])
+    model = random_model(family, implementation, norms=0.3, **FAMILIES[family])
+    if family == BIASED:
+        for name, parameter in model.named_parameters():
+            if name.endswith("k_proj.bias"):
+                parameter.data *= LARGE
+    return model.to(DTYPES[dtype])
 
 
 def _without_end(model: Any) -> Any:

@@ -13,7 +13,8 @@ import kvpress
 from kvpress.hf.models import facts_of
 from kvpress.quant.budgeted import OfSize
 from kvpress.quant.widths import LEAST, WIDTHS
-from tests.caches import reachable
+from kvpress.testing.comparison import Fault, explain, same
+from kvpress.testing.memory import reachable
 from tests.fuzz import specs
 from tests.fuzz.cases import ROWS, Case
 from tests.fuzz.models import model_of
@@ -29,17 +30,6 @@ from tests.fuzz.pairs import (
 from tests.fuzz.specs import Tree
 from tests.fuzz.talk import Talk, begin, talk
 from tests.models import full_layers
-
-TRIES = 12
-"""Number of noisy runs before a difference counts as more than rounding."""
-
-
-class Fault(AssertionError):  # noqa: N818 - what a case found, not an error of the program
-    """A property that does not hold; `kind` names it."""
-
-    def __init__(self, kind: str, words: str) -> None:
-        super().__init__(f"{kind}: {words}")
-        self.kind = kind.partition(" (")[0]
 
 
 def run(case: Case) -> list[Fault]:
@@ -218,25 +208,6 @@ def logits_of(conversation: Talk, rows: slice = slice(None)) -> Tensor:
     return torch.cat(parts).double()
 
 
-def same(actual: Tensor, expected: Tensor, again: Callable[[int], Tensor], words: str, free: float = 0.0) -> None:
-    """Check that two runs give the same logits, up to `free` or to the effect of rounding.
-
-    Random models amplify rounding, and rounding may change the order of pairs with nearly equal scores. The effect varies, so
-    it is measured: `again(n)` runs `expected` with noise of the size of rounding on its input, and the two may differ by twice
-    the largest difference of a few such runs.
-    """
-    if not bool(actual.isfinite().all()):
-        raise Fault(words, "logits are not finite")
-    difference = float((actual - expected).abs().max())
-    explained = free / 2
-    for n in range(TRIES):
-        if difference <= 2 * explained:
-            return
-        explained = max(explained, float((again(n) - expected).abs().max()))
-    if not difference <= 2 * explained:
-        raise Fault(words, f"logits differ by {difference:.2g}, rounding explains {explained:.2g}")
-
-
 def kept(conversation: Talk, rows: slice = slice(None)) -> Tensor:
     """Return the number of real pairs kept of some rows of the batch, `[turns * rows * beams, layers]`."""
     lengths, layers, parts = (
@@ -259,15 +230,13 @@ def same_counts(actual: Tensor, expected: Tensor, again: Callable[[int], Tensor]
     The number of pairs of a layer depends on single values where layers compete, and on sums that are rounded to whole pairs.
     Values that differ by a rounding error change places under noise of that size: this is measured as in `same`.
     """
-    difference, explained = int((actual - expected).abs().max()), 0
-    for n in range(TRIES):
-        if difference <= 2 * explained:
-            return
-        explained = max(explained, int((again(n) - expected).abs().max()))
-    if difference > 2 * explained:
+    difference = int((actual - expected).abs().max())
+    is_rounding, explained = explain(difference, lambda n: int((again(n) - expected).abs().max()))
+    if not is_rounding:
         at = int((actual - expected).abs().amax(dim=1).argmax())
         raise Fault(
-            words, f"{actual[at].tolist()} pairs by layer, not {expected[at].tolist()}; rounding explains {explained}"
+            words,
+            f"{actual[at].tolist()} pairs by layer, not {expected[at].tolist()}; rounding explains {explained:.0f}",
         )
 
 

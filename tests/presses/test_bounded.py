@@ -13,8 +13,8 @@ import kvpress
 from kvpress.cache.window import GROWTH
 from kvpress.hf.models import CACHE
 from kvpress.plan import Geometry, plan
+from kvpress.testing.memory import held_bytes
 from tests.models import FAMILIES, padded_batch, position_ids, tiny_model, tokens
-from tests.test_memory import held
 
 SCORERS = [
     "keydiff", "knorm", "snapkv", "streaming_llm", "tova", "h2o", "expected_attention", "leverage_score", "compactor",
@@ -33,7 +33,7 @@ def peaks(model: Any, press: Any, ids: torch.Tensor, **kwargs: Any) -> tuple[int
     layer_bytes: list[list[int]] = []
 
     def walk(module: Any, args: Any, inputs: Any, output: Any) -> None:
-        layer_bytes.append([held([s.window, s.dense, s.segments]) for s in stores(inputs[CACHE])])
+        layer_bytes.append([held_bytes([s.window, s.dense, s.segments]) for s in stores(inputs[CACHE])])
 
     hooks = [layer.self_attn.register_forward_hook(walk, with_kwargs=True) for layer in model.get_decoder().layers]
     try:

@@ -16,9 +16,9 @@ import kvpress
 from kvpress.hf.generation.capture import Recorder
 from kvpress.hf.session.session import session
 from kvpress.observe.spans import Between, Mark
+from kvpress.testing.oracle import Oracle
 from tests.caches import CODEC, generate, positions, prefill
 from tests.models import grow, position_ids, tiny_model, tokens
-from tests.oracle import Oracle
 from tests.words import Words, batch_of, ids_of
 
 OPEN, CLOSE = "<think>", "</think>"

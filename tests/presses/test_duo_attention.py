@@ -18,9 +18,9 @@ import kvpress
 from kvpress import DuoAttentionPress, RLKVPress
 from kvpress.presses import duo_attention
 from kvpress.presses.head_table import read_head_table
+from kvpress.testing.oracle import Oracle, decode_both
 from tests.caches import generate, positions, prefill
 from tests.models import full_layers, padded_batch, tiny_model, tokens
-from tests.oracle import Oracle, decode_both
 from tests.presses.test_head_table import write
 from tests.presses.test_scores import weights
 

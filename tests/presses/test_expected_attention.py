@@ -18,8 +18,8 @@ from kvpress.calibrate import QuerySettings, calibrate
 from kvpress.observe.call import LayerCall
 from kvpress.observe.observer import Wanted
 from kvpress.observe.queries import QueryStats
+from kvpress.testing.oracle import decode_both
 from tests.models import full_layers, padded_batch, tiny_model, tokens
-from tests.oracle import decode_both
 from tests.projections import HEADS, KV_HEADS, projected
 
 SINKS = 4

@@ -11,9 +11,9 @@ import torch
 
 import kvpress
 from kvpress import HeadKVPress, SnapKVPress
+from kvpress.testing.oracle import decode_both
 from tests.caches import CODEC, generate, positions, prefill
 from tests.models import full_layers, padded_batch, tiny_model, tokens
-from tests.oracle import decode_both
 from tests.presses.test_cake import by_hand
 
 LENGTH, WINDOW = 48, 8

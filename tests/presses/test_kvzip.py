@@ -15,9 +15,9 @@ import kvpress
 from kvpress import KVzipPress
 from kvpress.kernels import Rows
 from kvpress.presses import kvzip
+from kvpress.testing.oracle import decode_both
 from tests.caches import generate, positions, prefill
 from tests.models import full_layers, padded_batch, tiny_model, tokens
-from tests.oracle import decode_both
 
 FAMILIES = ["llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "gpt_oss", "smollm3", "granite"]
 LENGTH = 40

@@ -10,9 +10,9 @@ import torch
 
 import kvpress
 from kvpress import KnormPress, PerLayerCompressionPress
+from kvpress.testing.oracle import decode_both
 from tests.caches import positions, prefill
 from tests.models import full_layers, padded_batch, tiny_model, tokens
-from tests.oracle import decode_both
 
 RATIOS = {"llama": (0.2, 0.75, 0.5), "gemma3_text": (0.25, 0.8)}
 

@@ -16,10 +16,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import kvpress
 from kvpress.core.vocabulary import headers_of
 from kvpress.observe.spans import Mark, Turns
+from kvpress.testing.oracle import decode_both
 from tests.bad_input.refusals import refused
 from tests.caches import CODEC, generate, positions, prefill
 from tests.models import FAMILIES, full_layers, grow, padded_batch, position_ids, tiny_model, tokens
-from tests.oracle import decode_both
 from tests.presses.evicting import EVICTING
 from tests.words import Words, batch_of, ids_of
 

@@ -21,9 +21,9 @@ from kvpress.calibrate import METHODS, calibrate
 from kvpress.calibrate.restorekv import distance, untrained
 from kvpress.hf.models import facts_of
 from kvpress.presses.lora import read_adapter
+from kvpress.testing.oracle import Oracle
 from tests.caches import generate, positions, prefill
 from tests.models import full_layers, padded_batch, position_ids, tiny_model, tokens
-from tests.oracle import Oracle
 
 COUNT, RANK, ALPHA = 6, 3, 7.0
 FAMILIES = ["llama", "qwen3", "phi3", "gemma3_text", "gpt_oss"]

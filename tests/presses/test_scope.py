@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvpress
+from kvpress.testing.oracle import Oracle
 from tests.caches import CODEC, generate, positions, prefill
 from tests.models import full_layers, grow, padded_batch, position_ids, tiny_model, tokens
-from tests.oracle import Oracle
 from tests.probes import Watching
 
 LENGTHS, STEPS, BUDGET, RECENT, INTERVAL = [24, 15], 24, 8, 5, 3

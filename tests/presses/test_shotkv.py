@@ -12,9 +12,9 @@ from transformers import DynamicCache
 import kvpress
 from kvpress import ShotKVPress
 from kvpress.presses.shotkv import best_that_fit
+from kvpress.testing.oracle import decode_both
 from tests.caches import CODEC, generate, positions, prefill
 from tests.models import full_layers, tiny_model, tokens
-from tests.oracle import decode_both
 from tests.presses.test_scores import weights
 from tests.words import Words, batch_of, ids_of
 

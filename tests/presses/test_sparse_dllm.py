@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import kvpress
+from kvpress.testing.oracle import decode_both
 from tests.models import padded_batch, tiny_model
-from tests.oracle import decode_both
 
 
 def plain(queries: Tensor, keys: Tensor, kernel: int) -> Tensor:

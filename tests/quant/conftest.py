@@ -8,11 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from kvpress.calibrate import CoupledSettings, EnergySettings, LevelSettings, PredictorSettings, Settings, calibrate
+from kvpress.calibrate import (
+    CalibrationSettings,
+    CoupledSettings,
+    EnergySettings,
+    LevelSettings,
+    PredictorSettings,
+    calibrate,
+)
 from tests.models import tiny_model, tokens
 
 
-def calibrated(folder: Path, settings: Callable[[str], Settings]) -> dict[str, Path]:
+def calibrated(folder: Path, settings: Callable[[str], CalibrationSettings]) -> dict[str, Path]:
     """Calibrate a tiny model of every family with its settings; returns the files."""
     files = {}
     for family in ("llama", "qwen3", "phi3"):

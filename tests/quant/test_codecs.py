@@ -14,8 +14,8 @@ import kvpress
 from benchmarks import codecs, decode
 from kvpress.cache.mixed import MixedSegment
 from kvpress.cache.segment import Segment
+from kvpress.testing.memory import held_bytes
 from tests.models import padded_batch, position_ids, tiny_model, tokens
-from tests.test_memory import held
 
 CODECS = {
     "kivi": "kivi:bits={bits},group_size=16,residual_length=8",
@@ -231,5 +231,5 @@ def test_the_salient_pairs_have_the_smaller_error(fitted: Fitted) -> None:
 def test_the_report_counts_tables_that_layers_share_once(fitted: Fitted) -> None:
     cache = read(press_of("cq", fitted), *padded_batch([120, 75]))
     report = kvpress.memory_report(cache)
-    assert report.total_bytes == held(cache)
+    assert report.total_bytes == held_bytes(cache)
     assert report.layers[0].components["tables"] > report.layers[1].components["tables"] > 0

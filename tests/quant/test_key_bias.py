@@ -19,8 +19,8 @@ from kvpress.cache.rotation import Rotation
 from kvpress.cache.segment import survivors
 from kvpress.cache.store import KVStore
 from kvpress.core.registry import entries
+from kvpress.testing.oracle import decode_both
 from tests.models import tiny_model, tokens
-from tests.oracle import decode_both
 
 ROWS, HEADS, PAIRS, DIM = 2, 2, 288, 64
 KEY, BIAS, QUERY = 5.0, 50.0, 8.0

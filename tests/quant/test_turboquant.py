@@ -25,9 +25,9 @@ from kvpress.kernels.cpu import build, launch
 from kvpress.plan import Geometry, plan
 from kvpress.quant.codebook import CodedSegment
 from kvpress.quant.turboquant import RotatedCodec, levels, rotation
-from tests.fuzz.properties import same
+from kvpress.testing.comparison import same
+from kvpress.testing.memory import held_bytes
 from tests.models import full_layers, grow, noise, padded_batch, position_ids, tiny_model, tokens
-from tests.test_memory import held
 
 CPU = torch.device("cpu")
 DIM = 32
@@ -240,7 +240,7 @@ def test_the_plan_equals_the_bytes_after_a_prefill(spec: str) -> None:
     with press(model):
         model(ids, past_key_values=cache, logits_to_keep=1)
     report = kvpress.memory_report(cache)
-    assert report.total_bytes == held(cache)
+    assert report.total_bytes == held_bytes(cache)
     planned = plan(press, Geometry.of(model.config), 1024, 2)
     assert planned.total_bytes == pytest.approx(report.total_bytes, rel=0.01)
 
@@ -315,7 +315,7 @@ def test_rows_can_be_reordered_and_repeated(spec: str) -> None:
             return model(ids, attention_mask=real, past_key_values=source, position_ids=position_ids(real, 1)).logits
 
     def noisy(seed: int) -> Tensor:
-        with noise(seed):
+        with noise(seed, tiny_model("llama")):
             return logits(cache, new, mask)[order]
 
     actual, expected = logits(twin, new[order], mask[order]), logits(cache, new, mask)[order]

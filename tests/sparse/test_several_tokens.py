@@ -20,7 +20,7 @@ from kvpress.cache.selection import Chosen, by_token
 from kvpress.cache.store import KVStore
 from kvpress.core.selector import Selector
 from kvpress.observe.call import LayerCall
-from tests.fuzz.properties import same
+from kvpress.testing.comparison import same
 from tests.models import grow, noise, padded_batch, position_ids, tiny_model, tokens
 from tests.pairwise import every_pair
 from tests.sparse.selecting import STORAGE, build, channels_file, grouped_model, prefilled, step
@@ -101,7 +101,7 @@ def test_a_pass_of_several_tokens_equals_passes_of_one(
         return torch.cat(logits, dim=1)
 
     def noisy(seed: int) -> Tensor:
-        with noise(seed):
+        with noise(seed, tiny_model("llama")):
             return one_by_one()
 
     calls = reads(monkeypatch)
@@ -130,7 +130,7 @@ def test_a_budget_of_all_pairs_is_exact(spec: str, storage: str, padded: bool) -
     model, cache, mask = prefilled(press, padded)
 
     def full_attention(seed: int | None = None) -> Tensor:
-        with nullcontext() if seed is None else noise(seed):
+        with nullcontext() if seed is None else noise(seed, tiny_model("llama")):
             return step(model, copy.deepcopy(cache), mask, kvpress.NonePress(), new)
 
     logits = step(model, copy.deepcopy(cache), mask, press, new)
@@ -209,7 +209,7 @@ def test_a_row_with_a_padded_turn_equals_that_row_alone(spec: str, storage: str)
                 return model(new[row : row + 1, skipped:], past_key_values=cache).logits[0]
 
         def noisy(seed: int, alone: Any = alone) -> Tensor:
-            with noise(seed):
+            with noise(seed, tiny_model("llama")):
                 return alone()
 
         logits, expected = together[row, skipped:], alone()

@@ -16,9 +16,9 @@ from transformers import DynamicCache
 import kvpress
 from kvpress.hf.models import parameters_of_config, with_cache
 from kvpress.plan import Geometry, plan
+from kvpress.testing.oracle import Oracle, weights_of
 from tests.caches import positions
 from tests.models import fingerprint, padded_batch, tiny_model
-from tests.oracle import Oracle, weights_of
 from tests.vision.models import IMAGE, KINDS, SIZE, image_batch, tiny_vlm
 
 ROWS = [(5, 12), (4, 8)]

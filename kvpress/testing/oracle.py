@@ -12,9 +12,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 
 import kvpress
 from kvpress.hf.models import with_cache
-from tests.models import grow, position_ids
+from kvpress.testing.models import grow, position_ids
 
-NAME = "test_oracle"
+NAME = "kvpress_oracle"
 
 
 class Oracle:
@@ -26,16 +26,35 @@ class Oracle:
     def __init__(
         self, model: Any, kept: list[list[list[Tensor]]], num_prompt: int, weights: dict[int, Tensor] | None = None
     ) -> None:
-        self.model, self.kept, self.known, self.weights = model, kept, num_prompt, weights or {}
+        self.model, self.kept, self.prompt, self.weights = model, kept, num_prompt, weights or {}
 
     def attention(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        batch, heads, length, _ = query.shape
-        kv_heads, stored = key.shape[1], key.shape[2]
+        """Return the attention output `[B, T, Hq, D]` in plain torch; an attention function of transformers."""
+        heads, length, kv_heads = query.shape[1], query.shape[2], key.shape[1]
         groups = heads // kv_heads
+        visible = self.visible(module, key, length, mask, kwargs.get("sliding_window"))
+        keys, values = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+        logits = query @ keys.transpose(-1, -2) * scaling
+        cap = kwargs.get("softcap")
+        if cap:
+            logits = cap * torch.tanh(logits / cap)
+        if module.layer_idx in self.weights:
+            logits[..., : self.prompt] += self.weights[module.layer_idx].repeat_interleave(groups, dim=1)[:, :, None]
+        logits = logits.masked_fill(~visible.repeat_interleave(groups, dim=1), -math.inf)
+        sinks = kwargs.get("s_aux")
+        if sinks is not None:
+            extra = sinks.view(1, -1, 1, 1).expand(len(query), -1, length, 1)
+            weights = torch.softmax(torch.cat([logits, extra], dim=-1), dim=-1)[..., :-1]
+        else:
+            weights = torch.softmax(logits, dim=-1).nan_to_num(0.0)
+        return (weights @ values).transpose(1, 2).contiguous(), None
+
+    def visible(self, module: Any, key: Tensor, length: int, mask: Tensor | None, window: int | None) -> Tensor:
+        """Return the stored columns that each of the newest `length` tokens reads, bool `[B, H, length, T]`."""
+        batch, kv_heads, stored, _ = key.shape
         visible = torch.ones(batch, kv_heads, length, stored, dtype=torch.bool)
-        window = kwargs.get("sliding_window")
         at = torch.arange(stored - length, stored)[:, None]
         columns = torch.arange(stored)[None]
         if window:
@@ -43,28 +62,14 @@ class Oracle:
         elif getattr(module, "is_sliding", False) is False:
             for row in range(batch):
                 for head in range(kv_heads):
-                    shown = torch.zeros(self.known, dtype=torch.bool)
+                    shown = torch.zeros(self.prompt, dtype=torch.bool)
                     kept = self.kept[module.layer_idx][row][head]
-                    shown[kept[kept < self.known]] = True
-                    visible[row, head, :, : self.known] &= shown
+                    shown[kept[kept < self.prompt]] = True
+                    visible[row, head, :, : self.prompt] &= shown
         visible &= columns <= at
         if mask is not None:
-            visible &= mask[:, None, None, -stored:]
-        keys, values = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-        logits = query @ keys.transpose(-1, -2) * scaling
-        cap = kwargs.get("softcap")
-        if cap:
-            logits = cap * torch.tanh(logits / cap)
-        if module.layer_idx in self.weights:
-            logits[..., : self.known] += self.weights[module.layer_idx].repeat_interleave(groups, dim=1)[:, :, None]
-        logits = logits.masked_fill(~visible.repeat_interleave(groups, dim=1), -math.inf)
-        sinks = kwargs.get("s_aux")
-        if sinks is not None:
-            extra = sinks.view(1, -1, 1, 1).expand(batch, -1, length, 1)
-            weights = torch.softmax(torch.cat([logits, extra], dim=-1), dim=-1)[..., :-1]
-        else:
-            weights = torch.softmax(logits, dim=-1).nan_to_num(0.0)
-        return (weights @ values).transpose(1, 2).contiguous(), None
+            visible &= mask[:, None, None, -stored:].bool()
+        return visible
 
     def logits(self, ids: Tensor, cache: DynamicCache, mask: Tensor | None, positions: Tensor | None) -> Tensor:
         """Return logits of new tokens on an ordinary cache."""
@@ -73,7 +78,8 @@ class Oracle:
         before = self.model.config._attn_implementation
         self.model.set_attn_implementation(NAME)
         try:
-            return self.model(ids, attention_mask=mask, **with_cache(cache), position_ids=positions).logits
+            logits: Tensor = self.model(ids, attention_mask=mask, **with_cache(cache), position_ids=positions).logits
+            return logits
         finally:
             self.model.set_attn_implementation(before)
 
@@ -91,24 +97,24 @@ def weights_of(cache: DynamicCache, columns: int) -> dict[int, Tensor]:
 
 
 def decode_both(model: Any, press: Any, ids: Tensor, mask: Tensor | None, steps: int = 6) -> tuple[Tensor, Tensor, Any]:
-    """Decode `steps` fixed tokens on the evicted cache and on the oracle; return both logits and the evicted cache."""
-    stock = DynamicCache(config=model.config)
+    """Decode `steps` fixed tokens on the evicted cache and on the oracle; return both logits and the evicted cache.
+
+    The oracle of each step hides the pairs that were evicted before that step.
+    """
+    stock, cache = DynamicCache(config=model.config), DynamicCache(config=model.config)
     positions = position_ids(mask)
     model(ids, attention_mask=mask, **with_cache(stock), position_ids=positions)
     follow = torch.randint(3, 90, (ids.shape[0], steps), generator=torch.Generator().manual_seed(5))
-    cache = DynamicCache(config=model.config)
-    outputs, expected = [], []
+    outputs, oracles = [], []
     with press(model):
         model(ids, attention_mask=mask, **with_cache(cache), position_ids=positions)
-        kept, weights = kvpress.kept_positions(cache), weights_of(cache, ids.shape[1])
         for step in range(steps):
-            grown = grow(mask, step + 1)
-            at = position_ids(grown, 1)
-            new = follow[:, step : step + 1]
+            columns, grown = ids.shape[1] + step, grow(mask, step + 1)
+            oracles.append(Oracle(model, kvpress.kept_positions(cache), columns, weights_of(cache, columns)))
+            new, at = follow[:, step : step + 1], position_ids(grown, 1)
             outputs.append(model(new, attention_mask=grown, **with_cache(cache), position_ids=at).logits)
-    oracle = Oracle(model, kept, ids.shape[1], weights)
-    for step in range(steps):
+    expected = []
+    for step, oracle in enumerate(oracles):
         grown = grow(mask, step + 1)
-        at = position_ids(grown, 1)
-        expected.append(oracle.logits(follow[:, step : step + 1], stock, grown, at))
+        expected.append(oracle.logits(follow[:, step : step + 1], stock, grown, position_ids(grown, 1)))
     return torch.cat(outputs, dim=1), torch.cat(expected, dim=1), cache

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvpress.testing` passes presses of this library and names the property that a broken press lacks."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvpress
+from kvpress.cache.codec import Codec
+from kvpress.cache.segment import OfStreams, Segment
+from kvpress.cache.selection import Chosen
+from kvpress.cache.storage import per_pair
+from kvpress.core.recipe import Recipe
+from kvpress.core.selector import Budget, Selector
+from kvpress.testing import Fault, check_press
+from kvpress.testing.checks import CHECKS
+from tests.models import tiny_model
+
+EVERY = ["no state", "padded row", "memory report", "saved cache", "chunked prompt", "threads"]
+EVICTS = ["evicted pairs are freed", "mask oracle"]
+STORES = ["stored pairs"]
+SELECTS = ["chosen pairs", "budget of all pairs"]
+PASSING = {
+    "snapkv:0.5": EVICTS,
+    "adakv(snapkv:0.5,window_size=4)": EVICTS,
+    "h2o:0.5,interval=4": EVICTS,
+    "key_rerotation(knorm:0.5)": EVICTS[:1],
+    "kivi:bits=4": STORES,
+    "quest:budget=32,skip_layers=0,page_size=8": SELECTS,
+    "adakv(snapkv:0.5,window_size=4) + kivi:bits=4,group_size=8,residual_length=16 + "
+    "quest:budget=32,page_size=8,skip_layers=0": [*EVICTS[:1], *STORES, *SELECTS],
+}
+
+
+@pytest.mark.parametrize("spec", PASSING)
+def test_presses_of_this_library_pass(spec: str) -> None:
+    """One model is enough: the suites of all presses test each of them on more models."""
+    assert set(check_press(spec, tiny_model("llama"))) == {*EVERY, *PASSING[spec]}
+
+
+def test_the_default_models_are_a_llama_and_one_with_sliding_windows() -> None:
+    assert set(check_press(kvpress.KnormPress(0.5))) == {*EVERY, *EVICTS}
+
+
+@dataclass
+class Counting(kvpress.ScorerPress):
+    """Stores on the press how often it was called."""
+
+    calls: int = 0
+
+    def scores(self, view: Any) -> Tensor:
+        self.calls += 1
+        return view.keys.norm(dim=-1)
+
+
+HISTORY: list[int] = []
+
+
+@dataclass
+class Remembering(kvpress.ScorerPress):
+    """Scores by the number of calls so far, in a global list."""
+
+    def scores(self, view: Any) -> Tensor:
+        HISTORY.append(0)
+        return view.keys[..., len(HISTORY) % view.keys.shape[-1]]
+
+
+class Masking(kvpress.BasePress):
+    """Hides pairs by zero keys and values instead of evicting them."""
+
+    def compress(self, module: Any, hidden_states: Any, keys: Tensor, values: Tensor, *_: Any) -> Any:
+        kept = torch.arange(keys.shape[2])[:, None] % 2
+        return keys * kept, values * kept
+
+
+@dataclass
+class Padded(kvpress.ScorerPress):
+    """Scores by the distance from the first column of the batch, padding included."""
+
+    def scores(self, view: Any) -> Tensor:
+        columns = view.call.queries.shape[2]
+        return view.keys.norm(dim=-1) * (1 + torch.arange(columns - view.shape[2], columns) % 7)
+
+
+@dataclass
+class Unreported(kvpress.ScorerPress):
+    """Keeps a tensor with the cache that the memory report does not count."""
+
+    def scores(self, view: Any) -> Tensor:
+        norms = view.keys.norm(dim=-1)
+        view.call.store.norms = norms.clone()
+        return norms
+
+
+@dataclass(eq=False, repr=False)
+class HalfSegment(Segment):
+    """Keys and values in float16."""
+
+    half_keys: Annotated[Tensor, per_pair("codes")]
+    half_values: Annotated[Tensor, per_pair("codes")]
+    layout: OfStreams
+
+    def decode(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
+        return self.half_keys[rows].float(), self.half_values[rows].float()
+
+
+class UnequalSegment(HalfSegment):
+    """Decodes chosen rows with another scale than all rows."""
+
+    def decode(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
+        keys, values = super().decode(rows)
+        return (keys if isinstance(rows, slice) else 1.01 * keys), values
+
+
+class LoudSegment(HalfSegment):
+    """Attends to other values than it decodes."""
+
+    def attend(self, queries: Tensor, logits: Any, hidden: Tensor | None = None) -> Any:
+        output, lse = super().attend(queries, logits, hidden)
+        return 1.1 * output, lse
+
+
+class HalfCodec(Codec):
+    group, residual = 16, 16
+
+    def __init__(self, kind: type[HalfSegment]) -> None:
+        self.kind = kind
+
+    def encode(self, segment: Any, sealing: Any) -> Segment:
+        return self.kind(segment.keys.half(), segment.values.half(), segment.layout)
+
+    def pair_bytes(self, dim: int, dtype: torch.dtype) -> float:
+        return 4 * dim
+
+
+@dataclass
+class Half(kvpress.BasePress):
+    """Stores pairs in float16."""
+
+    kind: Any = field(default=HalfSegment)
+
+    def recipe(self, model: Any = None) -> Recipe:
+        return Recipe(codec=lambda layer: HalfCodec(self.kind))
+
+
+class Neighbours(Selector):
+    """Reads the first pairs of the layer, which belong to the first stream."""
+
+    def choose(self, call: Any, queries: Tensor, first: int = 0) -> Any:
+        rows = torch.arange(8).expand(len(queries), 8)
+        return [[Chosen(rows, torch.full((len(queries),), 8)) for _ in call.store.segments]]
+
+
+class Halves(Selector):
+    """Reads every other pair of a stream, for any budget."""
+
+    def choose(self, call: Any, queries: Tensor, first: int = 0) -> Any:
+        layouts = [segment.layout for segment in call.store.segments]
+        even = [s.layout.pad((s.slots() % 2 == 0).float(), -torch.inf) for s in call.store.segments]
+        best = Budget(max(1, sum(layout.longest for layout in layouts) // 2)).best(
+            [scores.repeat(len(queries) // layouts[0].streams, 1) for scores in even], layouts
+        )
+        return None if best is None else [best]
+
+
+@dataclass
+class Selecting(kvpress.BasePress):
+    """Selects by a selector."""
+
+    kind: Any
+    budget: int = 16
+
+    def recipe(self, model: Any = None) -> Recipe:
+        return Recipe(selector=lambda layer: self.kind())
+
+
+@pytest.mark.parametrize(
+    ("press", "message"),
+    [
+        (Counting(0.5), r"no state \(llama\): a request changed Counting.calls; .* observer"),
+        (kvpress.AdaKVPress(Counting(0.5)), r"no state \(llama\): a request changed AdaKVPress.press"),
+        (
+            Remembering(0.5),
+            r"no state \(llama\): a second request keeps \d+ other pairs than .*: position \d+ of layer 0",
+        ),
+        (Masking(), r"evicted pairs are freed \(llama\): 3600 of 3600 pairs stay"),
+        (Padded(0.5), r"padded row \(llama\), row 1 of 229 tokens: \d+ pairs differ .*: position \d+ of layer 0"),
+        (Unreported(0.5), r"memory report \(llama\): \d+ bytes are reported and \d+ held"),
+        (Half(UnequalSegment), r"stored pairs \(llama\): keys of UnequalSegment read at chosen rows differ by 0\.\d+"),
+        (Half(LoudSegment), r"stored pairs \(llama\): attention to LoudSegment differs by 0\.\d+"),
+        (
+            kvpress.KIVIPress(4, residual_length=512),
+            r"stored pairs \(llama\): no pair of prompts .* smaller dense tail",
+        ),
+        (Selecting(Neighbours), r"chosen pairs \(llama\): stream 1 of layer 0 reads rows 0 to 7; its pairs are rows"),
+        (Selecting(Halves), r"budget of all pairs \(llama\): logits differ by"),
+    ],
+    ids=lambda item: type(item).__name__ if isinstance(item, kvpress.BasePress) else "",
+)
+def test_a_broken_press_is_refused_by_the_name_of_the_property(press: Any, message: str) -> None:
+    with pytest.raises(Fault, match=message) as raised:
+        check_press(press, tiny_model("llama"))
+    assert raised.value.kind in {check.name for check in CHECKS}
+
+
+def test_a_correct_codec_of_a_user_passes() -> None:
+    assert set(check_press(Half(), tiny_model("llama"))) == {*EVERY, *STORES}
+
+
+def test_a_press_that_needs_more_than_kept_pairs_fails_the_mask_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pairs that are reported as evicted and still read."""
+    original = kvpress.kept_positions
+    monkeypatch.setattr(
+        kvpress, "kept_positions", lambda cache: [[[h[1:] for h in row] for row in layer] for layer in original(cache)]
+    )
+    with pytest.raises(Fault, match=r"mask oracle \(llama\): logits differ by"):
+        check_press("knorm:0.5", tiny_model("llama"))
+
+
+def test_other_dtypes_are_refused_before_any_work() -> None:
+    model = copy.deepcopy(tiny_model("llama")).bfloat16()
+    with pytest.raises(ValueError, match=r"float32 on the CPU.*got torch.bfloat16 on cpu: call model\.float\(\)"):
+        check_press("knorm:0.5", model)
