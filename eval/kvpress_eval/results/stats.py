@@ -13,8 +13,6 @@ from scipy import stats
 RESAMPLES = 2000
 ALPHA = 0.05
 PERMUTATIONS = 10_000
-NORMAL = float(stats.norm.ppf(1 - ALPHA / 2))
-"""Half-width of a 95% interval in standard errors, for many samples."""
 _SEED = 0
 
 
@@ -70,6 +68,11 @@ def standard_error(groups: Sequence[Sequence[float]]) -> float:
     return float(np.sqrt(sum(variances))) / len(groups)
 
 
+def student(freedom: int) -> float:
+    """Return the half-width of a 95% interval in standard errors, from Student's distribution."""
+    return float(stats.t.ppf(1 - ALPHA / 2, max(1, freedom)))
+
+
 def change_interval(groups: Sequence[Sequence[float]], answers: int | None = None) -> ScoreInterval:
     """Return the mean of the group means of changes, with Student's interval, which is valid for few samples too.
 
@@ -82,7 +85,7 @@ def change_interval(groups: Sequence[Sequence[float]], answers: int | None = Non
     freedom = sum(len(group) - 1 for group in pooled)
     error = standard_error(groups)
     if error > 0:
-        width = float(stats.t.ppf(1 - ALPHA / 2, freedom)) * error
+        width = student(freedom) * error
     elif answers is not None:
         width = 1 - (ALPHA / 2) ** (1 / answers)
     else:

@@ -8,11 +8,11 @@ significant loss is no such statement: with few samples it finds none under any 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from kvpress_eval.results.stats import ALPHA, NORMAL, ScoreInterval, change_interval, standard_error
+from kvpress_eval.results.stats import ALPHA, ScoreInterval, change_interval, standard_error, student
 
 
 class Outcome(Enum):
@@ -150,12 +150,25 @@ def _missing(changes: Sequence[Sequence[float]], distance: float, answers: int, 
 
     `distance` is that of the mean from minus the margin.
     """
-    distance = abs(distance)
-    error = standard_error(changes)
+    distance, error, units = abs(distance), standard_error(changes), sum(map(len, changes))
     if distance < 1e-12:
         return None
-    if error > 0 or not margin.is_share:
-        needed = answers * (NORMAL * error / distance) ** 2
-    else:
-        needed = math.log(ALPHA / 2) / math.log1p(-distance) if distance < 1 else 1.0
-    return max(1, math.ceil(needed - 1e-9) - answers)
+    if error > 0:
+        deviation = error * math.sqrt(units)
+        needed = _first(units, lambda count: student(count - len(changes)) * deviation / math.sqrt(count) < distance)
+        return max(1, math.ceil((needed - units) * answers / units))
+    if not margin.is_share:
+        return 1
+    return _first(answers, lambda count: (ALPHA / 2) ** (1 / count) > 1 - distance) - answers
+
+
+def _first(start: int, is_enough: Callable[[int], bool]) -> int:
+    """Return the least number above `start` that is enough, where all larger ones are too."""
+    low, step = start, 1
+    while not is_enough(low + step):
+        low, step = low + step, 2 * step
+    while step > 1:
+        step = -(-step // 2)
+        if not is_enough(low + step):
+            low += step
+    return low + 1

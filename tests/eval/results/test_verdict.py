@@ -44,12 +44,14 @@ def test_equal_answers_hold_once_they_exclude_the_margin(answers: int, outcome: 
 
 
 def test_too_few_samples_give_their_number() -> None:
-    """The interval must shrink from 1.96 x 0.0449 to 0.03: (0.0881 / 0.03)^2 = 8.62 times as many samples."""
+    """The deviation is 0.449, and 1.963 x 0.449 / sqrt(n) falls below 0.03 from n = 865 on."""
     verdict = judge("kivi:bits=4", 9.1, EVEN, points())
-    assert verdict.more == math.ceil(100 * (1.959964 * math.sqrt(20 / 99 / 100) / 0.03) ** 2) - 100 == 763
+    widths = [stats.t.ppf(0.975, n - 1) * math.sqrt(20 / 99 / n) for n in (864, 865)]
+    assert widths[1] < 0.03 < widths[0]
+    assert verdict.more == 865 - 100
     assert verdict.sentence() == (
         "kivi:bits=4: 9.1 times smaller; too few samples to tell whether it loses at most 3 points "
-        "(95% interval -8.9 to +8.9, 100 samples): about 763 more"
+        "(95% interval -8.9 to +8.9, 100 samples): about 765 more"
     )
     enough = judge("kivi:bits=4", 9.1, [EVEN[0] * 9], points())
     assert enough.sentence() == (
@@ -87,6 +89,8 @@ def test_answers_of_one_context_are_one_sample() -> None:
     single = judge("a", 2.0, [np.repeat(contexts, 6).tolist()], points())
     assert clustered.samples == single.samples == 60
     assert clustered.change.low < single.change.low
+    assert clustered.more is not None
+    assert clustered.more % 6 == 0
 
 
 def test_the_smallest_press_that_holds_is_named() -> None:

@@ -26,7 +26,7 @@ PICK = measured("knorm:0.9", 10, -0.125)
             [],
             None,
             "changes by -12.5 points: too few samples to tell whether it loses at most 3 points (95% interval -37.3 to +12.3, "
-            "3 samples): about 2 more.",
+            "3 samples): about 4 more.",
         ),
         ([], 40.0, "changes by -12.5 points: loses at most 40 points (95% interval -37.3 to +12.3, 3 samples)."),
         (
