@@ -66,7 +66,7 @@ def measure(
 
     Return a record with the settings, the questions, one row per length and press, and all answers.
 
-    With a `folder`, each row is stored there as soon as it is measured, and stored rows are not measured again.
+    With a `folder`, every row is stored there as soon as it is measured, and stored rows are not measured again.
 
     Raises:
         ConfigError: the facts do not fit, the prompts are too long for the model, or a press does not suit it.
@@ -242,6 +242,7 @@ def _stored_rows(
     with store.claim() as claimed:
         if not claimed:
             raise BusyError(f"another process measures into {folder}; use another --out")
-        rows = store.open(identity, names)
+        stored = store.open(identity, names)
+        rows = {name: {key: row[key] for key in row if key != "sha256"} for name, row in stored.items()}
         yield rows, store.append
         store.finish(len(rows))

@@ -51,7 +51,7 @@ class Margin:
 
     def interval(self, change: ScoreInterval) -> str:
         """Return the ends of an interval in the unit, with their signs."""
-        low, high = (f"{self.scale * value:+.{self.digits}f}" for value in (change.low, change.high))
+        low, high = (f"{self.scale * value:+z.{self.digits}f}" for value in (change.low, change.high))
         return f"{low} to {high}"
 
 
@@ -135,7 +135,7 @@ def conclude(
     best = max(holding, key=lambda verdict: verdict.factor, default=None)
     smallest = best.factor if best else 0.0
     undecided = [verdict for verdict in verdicts if verdict.outcome is Outcome.OPEN and verdict.factor > smallest]
-    nearest = min(undecided, key=lambda verdict: math.inf if verdict.more is None else verdict.more, default=None)
+    nearest = min(undecided, key=_effort, default=None)
     if best is None and nearest is None:
         return (
             f"Every press that holds less loses more than {margin} here (95% interval, {verdicts[0].samples} {noun})."
@@ -143,6 +143,11 @@ def conclude(
     first = f"Smallest cache that loses at most {margin}: {best.sentence(noun)}." if best else ""
     second = f"{'Smaller still' if best else 'No verdict'}: {nearest.sentence(noun)}." if nearest else ""
     return " ".join(filter(None, (first, second)))
+
+
+def _effort(verdict: Verdict) -> tuple[float, float]:
+    """Return a sort key: fewer missing answers first, then smaller caches."""
+    return math.inf if verdict.more is None else verdict.more, -verdict.factor
 
 
 def _missing(changes: Sequence[Sequence[float]], distance: float, answers: int, margin: Margin) -> int | None:
