@@ -36,6 +36,7 @@ EXAMPLES = {
     "eval": "kvpress eval --model reference --press none --press snapkv:0.5 --tasks niah_single,vt --lengths 512 --samples 20",
     "tune": "kvpress tune --model reference --smaller 10 --max-drop 1 --lengths 1024 --out best",
     "fidelity": "kvpress fidelity --model reference --press kivi:bits=2 --press snapkv:0.5 --layers",
+    "recall": "kvpress recall --model reference --press kivi:bits=2 --press snapkv:0.5 --contexts 20 --out recall.json",
     "report": "kvpress report runs/first --out report.html",
     "show": "kvpress show --model reference --press snapkv:0.5 --text text.txt --out show.html",
     "reselect": "kvpress reselect --model reference --context 1024 --samples 8",

@@ -31,6 +31,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "fidelity": ("fidelity", *READING, "--press", "knorm:0.5", "--context", "32", "--tokens", "4", "--samples", "1"),
     "reselect": ("reselect", *READING, "--budget", "8", "--skip-layers", "1", "--context", "32", "--tokens", "4",
                  "--samples", "1"),
+    "recall": ("recall", "--model", "reference", "--language", "english", "--filler", "file:{text}", "--press", "knorm:0.5",
+               "--lengths", "400", "--contexts", "1", "--facts", "1"),
 }  # fmt: skip
 LINKS: dict[str, Callable[[Path, Path], None]] = {
     "itself": lambda source, out: None,

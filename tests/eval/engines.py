@@ -10,7 +10,8 @@ from kvpress_eval.config.schema import REFERENCE, RunConfig
 from kvpress_eval.run.models import Engine, load_engine, use_threads
 
 LOADERS = (
-    "kvpress_eval.run.runner", "kvpress_eval.fidelity.measure", "kvpress_eval.report.show", "kvpress_eval.tuning.find",
+    "kvpress_eval.run.runner", "kvpress_eval.fidelity.measure", "kvpress_eval.recall.measure", "kvpress_eval.report.show",
+    "kvpress_eval.tuning.find",
 )  # fmt: skip
 """The modules that load models."""
 

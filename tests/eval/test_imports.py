@@ -25,6 +25,7 @@ RANKS = (
     {"config"},
     {"run"},
     {"fidelity", "lm", "report", "tuning"},
+    {"recall"},
     {"commands"},
     {"console", "__init__"},
 )

@@ -50,18 +50,20 @@ RayAddress = Annotated[
     str | None, typer.Option(help="HOST:PORT of a Ray cluster, or auto; default: one that is started here.")
 ]
 
-_FIELDS = ("model", "samples", "seed", "language", "batch_size", "dtype", "device", "threads")
+_FIELDS = (
+    "model", "samples", "seed", "filler", "language", "question_aware", "batch_size", "dtype", "device", "threads",
+)  # fmt: skip
 """Options with the same meaning in several commands."""
 _PLAIN_WIDTH = 120
 """Columns of tables in a file or a pipe."""
 
 
-def make_config(options: Mapping[str, Any], presses: Sequence[str] | None, length: int) -> RunConfig:
-    """Return the configuration of a command that measures presses at one length, from its options."""
+def make_config(options: Mapping[str, Any], presses: Sequence[str] | None, *lengths: int | str) -> RunConfig:
+    """Return the configuration of a command that measures presses at some lengths, from its options."""
     from kvpress_eval.config.load import load_config
 
     settings = {name: options[name] for name in _FIELDS if name in options}
-    config = load_config(None, {**settings, "presses": presses or ("none",), "lengths": (length,)})
+    config = load_config(None, {**settings, "presses": presses or ("none",), "lengths": lengths})
     print_sizes(config.presses)
     return config
 

@@ -44,7 +44,7 @@ def command(
         from kvpress_eval.lm.tasks import Selection, compare
 
         # lm-eval itself cuts prompts to the longest input of the model, so that any length will do.
-        config = shared.make_config(options, press, length=16)
+        config = shared.make_config(options, press, 16)
         chosen = Selection(
             tuple(shared.split(tasks)), include, limit, num_fewshot, chat_template, _json_object(metadata)
         )

@@ -31,7 +31,7 @@ def command(
         from kvpress_eval.report.show import read_text, show, to_html
 
         # The text has the length that it has.
-        config = shared.make_config(options, press, length=16)
+        config = shared.make_config(options, press, 16)
         content = read_text(text, sys.stdin.buffer)
         make_room(out, "show.html")
         check_replaced([out], [model, text], force, page="kvpress show")

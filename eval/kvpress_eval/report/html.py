@@ -80,7 +80,7 @@ def _view(number: int, board: Board) -> dict[str, Any]:
     return {
         "id": f"board-{number}",
         "board": board,
-        "conclusion": conclusion(summaries, board.comparable_times),
+        "conclusion": conclusion(summaries),
         "memory": frontier.frontier_svg(frontier.memory_points(summaries), frontier.MEMORY),
         "speed": frontier.frontier_svg(frontier.speed_points(summaries), frontier.SPEED),
         "lengths": lines.length_svg(by_length) if by_length else None,

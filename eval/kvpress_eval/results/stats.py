@@ -61,6 +61,46 @@ def paired_difference_bounds(pairs: Sequence[tuple[float, float]]) -> ScoreInter
     return ScoreInterval(estimate.mean, max(-1.0, estimate.mean - bound), min(1.0, estimate.mean + bound))
 
 
+def standard_error(groups: Sequence[Sequence[float]]) -> float:
+    """Return the standard error of the mean of the group means; groups of one value are pooled with all others."""
+    groups = _with_variance(groups)
+    variances = [float(np.var(group, ddof=1)) / len(group) for group in groups if len(group) > 1]
+    return float(np.sqrt(sum(variances))) / len(groups)
+
+
+def student(freedom: int) -> float:
+    """Return the half-width of a 95% interval in standard errors, from Student's distribution."""
+    return float(stats.t.ppf(1 - ALPHA / 2, max(1, freedom)))
+
+
+def change_interval(groups: Sequence[Sequence[float]], answers: int | None = None) -> ScoreInterval:
+    """Return the mean of the group means of changes, with Student's interval, which is valid for few samples too.
+
+    Changes of shares need the number of `answers` behind them. If all changes are equal, the interval is widened by
+    1 - (alpha/2)^(1/answers), the largest share of different answers that the equal ones do not exclude. For other figures
+    a single value has an infinite interval.
+    """
+    mean = float(np.mean([np.mean(group) for group in groups]))
+    pooled = _with_variance(groups)
+    freedom = sum(len(group) - 1 for group in pooled)
+    error = standard_error(groups)
+    if error > 0:
+        width = student(freedom) * error
+    elif answers is not None:
+        width = 1 - (ALPHA / 2) ** (1 / answers)
+    else:
+        width = 0.0 if freedom else float("inf")
+    bound = float("inf") if answers is None else 1.0
+    return ScoreInterval(mean, max(-bound, mean - width), min(bound, mean + width))
+
+
+def _with_variance(groups: Sequence[Sequence[float]]) -> Sequence[Sequence[float]]:
+    """Return the groups, or one group with all values if a group has a single value and so no variance."""
+    if min(map(len, groups)) > 1:
+        return groups
+    return [[value for group in groups for value in group]]
+
+
 def paired_p_value(groups: Sequence[Sequence[tuple[float, float]]]) -> float:
     """Return the two-sided p-value of the mean difference between ours and theirs.
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from kvpress_eval.results.cells import CellResult
 from kvpress_eval.results.stats import ALPHA, ScoreInterval, holm, mean_interval, paired_difference, paired_p_value
+from kvpress_eval.results.verdict import Verdict, conclude, judge, points
 
 BASELINE = "none"
 
@@ -48,6 +49,8 @@ class PressSummary:
     """Accuracy by place, in a run with several depths."""
     compressed: bool = True
     """False if the press compressed none of the contexts, although it is meant to."""
+    verdict: Verdict | None = None
+    """Comparison of the difference with a margin of 3 points."""
 
     @property
     def rank(self) -> float:
@@ -80,37 +83,13 @@ def summarise(results: Sequence[CellResult]) -> list[PressSummary]:
     return [replace(summary, p_value=adjusted.get(summary.press)) for summary in summaries]
 
 
-def conclusion(summaries: Sequence[PressSummary], times: bool = True) -> str | None:
-    """Return a sentence with the smallest press without a significant loss, and the fastest; None without any comparison.
-
-    The interval is that of one comparison, not adjusted for their number: adjusting would hide losses. `times` is False if
-    times were measured on different machines; the sentence then leaves them out.
-    """
+def conclusion(summaries: Sequence[PressSummary]) -> str | None:
+    """Return sentences with the smallest press that loses at most the margin; None without any comparison."""
     full = next((summary for summary in summaries if summary.press == BASELINE), None)
-    compared = [summary for summary in summaries if summary.difference and summary.factor and summary.factor > 1]
-    if full is None or full.accuracy is None or not compared:
+    verdicts = [summary.verdict for summary in summaries if summary.verdict and summary.verdict.factor > 1]
+    if full is None or full.accuracy is None or not verdicts:
         return None
-    lossless = [summary for summary in compared if summary.difference and summary.difference.high >= 0]
-    if not lossless:
-        return f"Every press that holds less loses accuracy here (95% interval, {compared[0].samples} samples)."
-    best = max(lossless, key=lambda summary: summary.factor or 0.0)
-    assert best.accuracy is not None and best.difference is not None  # noqa: S101, PT018 - for type checkers
-    points = [f"{100 * value:+.1f}" for value in (best.difference.mean, best.difference.low, best.difference.high)]
-    return (
-        f"Smallest cache without a loss beyond chance: {best.press} holds {best.factor:.1f} times less and answers "
-        f"{100 * best.accuracy.mean:.1f}% where no press answers {100 * full.accuracy.mean:.1f}% "
-        f"({points[0]} points, 95% {points[1]} to {points[2]}, {best.samples} samples)."
-        f"{_fastest(lossless, full) if times else ''}"
-    )
-
-
-def _fastest(lossless: Sequence[PressSummary], full: PressSummary) -> str:
-    """Return a sentence with the fastest of some presses per token; empty if none is faster than no press."""
-    timed = [(summary.milliseconds_per_token, summary.press) for summary in lossless if summary.milliseconds_per_token]
-    if not timed or not full.milliseconds_per_token or min(timed)[0] >= full.milliseconds_per_token:
-        return ""
-    shortest, press = min(timed)
-    return f" Fastest of these: {press}, {shortest:.1f} ms per token where no press takes {full.milliseconds_per_token:.1f}."
+    return conclude(verdicts, full.accuracy)
 
 
 def place_of(result: CellResult) -> Place:
@@ -149,12 +128,17 @@ def _summarise(press: str, cells: Sequence[CellResult], baseline: dict[Place, Ce
         problems=tuple(problems),
         grid=_grid(cells),
         compressed=num_uncompressed < max(1, len(rows)),
+        verdict=judge(press, uncompressed / size, _changes(pairs), points()) if comparable else None,
     )
 
 
 def paired_scores(ours: CellResult, theirs: CellResult) -> list[tuple[float, float]]:
     """Return the scores of the samples that both answered."""
     return [(score, theirs.scores[sample]) for sample, score in ours.scores.items() if sample in theirs.scores]
+
+
+def _changes(pairs: Iterable[Iterable[tuple[float, float]]]) -> list[list[float]]:
+    return [[ours - theirs for ours, theirs in group] for group in pairs]
 
 
 def _means(cells: Iterable[CellResult], key: Callable[[CellResult], _Key]) -> dict[_Key, float | None]:

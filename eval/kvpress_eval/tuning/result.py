@@ -19,6 +19,7 @@ from kvpress_eval.common.terminal import MISSING, Name, number, plain_table
 from kvpress_eval.results.cells import CellResult
 from kvpress_eval.results.stats import ScoreInterval, mean_interval, paired_difference
 from kvpress_eval.results.summary import summarise
+from kvpress_eval.results.verdict import judge, points
 from kvpress_eval.tuning.space import NOTHING
 
 PRESS, IDENTITY, RESULT, SCORES, JOURNAL = "press.yaml", "tune.json", "result.json", "search.jsonl", "optuna.journal"
@@ -38,6 +39,8 @@ class Measured:
     difference: ScoreInterval | None
     worst: tuple[str, ScoreInterval] | None
     """Task with the largest loss from the full cache, and its change."""
+    worst_changes: Sequence[Sequence[float]]
+    """Changes of the samples of this task against the full cache, by cell; empty for the full cache."""
     tasks: Mapping[str, ScoreInterval]
     bytes: float
     """Mean bytes of a compressed context."""
@@ -80,8 +83,10 @@ def measured(cells: Sequence[CellResult]) -> list[Measured]:
         if summary.accuracy is None or summary.bytes is None or summary.factor is None:
             continue
         groups = _by_task(press_cells)
-        changes = {task: paired_difference(pairs) for task, pairs in _pairs_by_task(press_cells, full).items()}
+        pairs = _pairs_by_task(press_cells, full)
+        changes = {task: paired_difference(task_pairs) for task, task_pairs in pairs.items()}
         worst = min(changes.items(), key=lambda item: item[1].mean) if summary.press != NOTHING else None
+        worst_pairs = pairs[worst[0]] if worst else []
         figures.append(
             Measured(
                 summary.press,
@@ -89,6 +94,7 @@ def measured(cells: Sequence[CellResult]) -> list[Measured]:
                 summary.accuracy,
                 summary.difference,
                 worst,
+                [[ours - theirs for ours, theirs in cell] for cell in worst_pairs],
                 {task: mean_interval(scores) for task, scores in groups.items()},
                 summary.bytes,
                 summary.bytes * summary.factor,
@@ -140,9 +146,10 @@ def print_frontier(frontier: Sequence[Measured], pick: str, console: Console) ->
 
 
 def sentence(press: str, frontier: Sequence[Measured], unit: str, max_drop: float | None) -> str:
-    """Return a sentence about the pick: its memory and its accuracy on held-out samples.
+    """Return a sentence about the pick: its memory, its accuracy on held-out samples, and the verdict on its worst task.
 
-    If it loses more than `max_drop`, the sentence also names the smallest press that does not, or the one that loses least.
+    The margin of the verdict is `max_drop`, or 3 points without it. If the mean loss exceeds `max_drop`, the sentence also
+    names the smallest press whose mean loss does not, or the one that loses least.
     """
     by_press = {item.press: item for item in frontier}
     pick, full = by_press[press], by_press[NOTHING]
@@ -159,9 +166,12 @@ def sentence(press: str, frontier: Sequence[Measured], unit: str, max_drop: floa
     )
     if pick.worst is not None:
         task, change = pick.worst
-        text += f", and its worst task, {task}, changes by {_points(change)} points (95% {_interval(change)})"
+        verdict = judge(press, pick.factor, pick.worst_changes, points() if max_drop is None else points(max_drop))
+        text += f", and its worst task, {task}, changes by {_points(change)} points: {verdict.phrase()}"
     if within(pick, max_drop) is False:
-        text += f", more than the {max_drop:g} that may be lost; {_instead(pick, frontier, max_drop)}"
+        text += (
+            f"; its mean change is more than the {max_drop:g} that may be lost; {_instead(pick, frontier, max_drop)}"
+        )
     return text + "."
 
 

@@ -20,6 +20,7 @@ from kvpress_eval.report.table import escaped, markdown, print_table, records, t
 from kvpress_eval.results.read import read_run
 from kvpress_eval.results.stats import ScoreInterval
 from kvpress_eval.results.summary import PressSummary, conclusion, summarise
+from kvpress_eval.results.verdict import judge, points
 from kvpress_eval.run.runner import RunResult, run
 from matplotlib import image
 from pyarrow import parquet
@@ -52,27 +53,28 @@ def test_a_missing_result_is_never_a_number(finished: tuple[RunConfig, RunResult
     assert frontier_files([half])["frontier.png"]
 
 
-def test_the_conclusion_names_the_smallest_press_without_a_loss(summaries: list[PressSummary]) -> None:
+def test_the_conclusion_names_the_smallest_press_within_the_margin(summaries: list[PressSummary]) -> None:
     none, half = summaries
+    assert half.verdict is not None
+    assert half.verdict.change.mean == pytest.approx(half.difference and half.difference.mean)
+    assert half.verdict.samples == 6
 
-    def press(name: str, factor: float, low: float, high: float) -> PressSummary:
-        change = ScoreInterval((low + high) / 2, low, high)
-        return replace(half, press=name, factor=factor, accuracy=ScoreInterval(0.9, 0.8, 1.0), difference=change)
+    def press(name: str, factor: float, change: float) -> PressSummary:
+        verdict = judge(name, factor, [[change - 0.01, change, change + 0.01] * 20], points())
+        return replace(half, press=name, verdict=verdict)
 
-    lossy, small, smaller = press("a", 50, -0.4, -0.01), press("b", 4, -0.1, 0.1), press("c", 9.96, -0.12, 0.02)
+    lossy, small, smaller = press("a", 50, -0.2), press("b", 4, 0.0), press("c", 9.96, -0.02)
     text = conclusion([none, lossy, small, smaller])
-    assert text is not None
-    assert "without a loss beyond chance: c holds 10.0 times less" in text
-    assert "(-5.0 points, 95% -12.0 to +2.0" in text
-    quick = replace(small, press="quick", milliseconds_per_token=1.0)
-    full = replace(none, milliseconds_per_token=2.0)
-    text = str(conclusion([full, small, quick]))
-    assert text.endswith("Fastest of these: quick, 1.0 ms per token where no press takes 2.0.")
-    assert "Fastest" not in str(conclusion([full, small, quick], times=False))
-    assert "Fastest" not in str(conclusion([replace(full, milliseconds_per_token=0.5), quick]))
-    assert str(conclusion([none, lossy])).startswith("Every press that holds less loses accuracy here")
+    assert text == (
+        "Smallest cache that loses at most 3 points: c: 10.0 times smaller; loses at most 3 points (95% interval -2.2 to -1.8, "
+        "60 samples)."
+    )
+    assert str(conclusion([none, lossy])).startswith("Every press that holds less loses more than 3 points here")
+    assert conclusion([none, press("larger", 0.9, 0.0)]) is None
     assert conclusion([lossy, small]) is None
     assert conclusion([none]) is None
+    nothing = replace(none, accuracy=ScoreInterval(0.0, 0.0, 0.3))
+    assert str(conclusion([nothing, small])).startswith("No ranking: the full cache answers 0.0%")
 
 
 def test_summaries_compare_with_none(summaries: list[PressSummary]) -> None:

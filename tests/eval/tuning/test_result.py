@@ -11,7 +11,8 @@ from kvpress_eval.tuning.result import Measured, sentence, within
 def measured(press: str, factor: float, change: float | None = None) -> Measured:
     accuracy = ScoreInterval(0.9, 0.8, 1.0)
     worst = None if change is None else ("vt", ScoreInterval(change, change - 0.1, min(0.0, change + 0.1)))
-    return Measured(press, 48, accuracy, None, worst, {}, 1024 / factor, 1024.0, None)
+    changes = [[change - 0.1, change, change + 0.1]] if change is not None else []
+    return Measured(press, 48, accuracy, None, worst, changes, {}, 1024 / factor, 1024.0, None)
 
 
 FULL = measured("none", 1)
@@ -21,8 +22,13 @@ PICK = measured("knorm:0.9", 10, -0.125)
 @pytest.mark.parametrize(
     ("others", "max_drop", "end"),
     [
-        ([], None, "changes by -12.5 points (95% -22 to -2)."),
-        ([], 13.0, "changes by -12.5 points (95% -22 to -2)."),
+        (
+            [],
+            None,
+            "changes by -12.5 points: too few samples to tell whether it loses at most 3 points (95% interval -37.3 to +12.3, "
+            "3 samples): about 4 more.",
+        ),
+        ([], 40.0, "changes by -12.5 points: loses at most 40 points (95% interval -37.3 to +12.3, 3 samples)."),
         (
             [],
             1.0,
