@@ -135,7 +135,7 @@ def _measure_missing(
     append: Callable[[Row], None],
     console: Console,
 ) -> None:
-    """Measure what `rows` lacks, and add it there and to the store."""
+    """Measure the contexts that `rows` lacks, and add them there and to the store."""
     with RunProgress(console, len(items) * len(presses)) as progress:
         for number, item in enumerate(items, start=1):
             missing = [press for press in presses if _row_name(item.context, press) not in rows]
