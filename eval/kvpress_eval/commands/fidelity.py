@@ -25,7 +25,7 @@ def command(
     chunk: Annotated[int, shared.token_count("chunk", "Tokens of these that are read at a time.")] = 1,
     layers: Annotated[bool, typer.Option("--layers", help="Also measure every layer: errors, attention read.")] = False,
     samples: shared.Samples = 4,
-    text: shared.TextFile = None,
+    text: shared.RealText = None,
     out: shared.FigureFile = None,
     seed: shared.Seed = 0,
     language: Annotated[str, typer.Option(help="Wording of the generated texts: auto, reference or english.")] = "auto",
@@ -53,7 +53,7 @@ def command(
 def compare(
     config: RunConfig,
     tokens: int,
-    text: Path | None,
+    text: str | None,
     out: Path | None,
     force: bool,
     console: Console,
@@ -67,7 +67,7 @@ def compare(
 
     if out:
         make_room(out, "figures.json")
-        check_replaced([out], [config.model, *([text] if text else [])], force)
+        check_replaced([out], [config.model, *([text.removeprefix("file:")] if text else [])], force)
     record = measure(config, tokens, text, console, chunk, layers)
     console.print(to_table(record["rows"]))
     if layers:

@@ -23,7 +23,7 @@ def command(
     context: Annotated[int, shared.token_count("context", "Tokens that are read in one pass.", least=16)] = 1024,
     tokens: Annotated[int, shared.token_count("tokens", "Tokens that follow, one at a time.", least=2)] = 128,
     samples: shared.Samples = 8,
-    text: shared.TextFile = None,
+    text: shared.RealText = None,
     out: shared.FigureFile = None,
     seed: shared.Seed = 0,
     batch_size: shared.BatchSize = 4,

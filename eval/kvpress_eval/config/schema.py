@@ -14,7 +14,7 @@ from kvpress.counts import parse_count
 from kvpress_eval.tasks.catalogue import kind_of
 from kvpress_eval.tasks.filler import KINDS
 from kvpress_eval.tasks.kinds.generated import TASKS, TRAINED, worded
-from kvpress_eval.tasks.local import PREFIX
+from kvpress_eval.tasks.texts import SUFFIXES, TEXTS, is_text
 
 REFERENCE = "reference"
 RAY = "ray"
@@ -45,7 +45,7 @@ class RunConfig(BaseModel):
     samples: int = Field(default=50, ge=1)
     seed: int = 0
     filler: str = "noise"
-    """Text around the answer: "noise", "repeat" or `file:PATH`."""
+    """Text around the answer: "noise", "repeat", "essays", "stdlib" or a file."""
     language: Literal["auto", "reference", "english"] = Field(default="auto", validate_default=True)
     """Words of the tasks; "auto": the reference model's language for `reference`, else one that the tokenizer can spell."""
     question_aware: bool = False
@@ -102,8 +102,10 @@ class RunConfig(BaseModel):
     @field_validator("filler")
     @classmethod
     def _filler_exists(cls, filler: str) -> str:
-        if filler not in KINDS and not filler.startswith(PREFIX):
-            raise ValueError(f"must be {', '.join(KINDS)} or {PREFIX}PATH, got {filler!r}")
+        if filler not in KINDS and not is_text(filler):
+            raise ValueError(
+                f"must be {', '.join((*KINDS, *TEXTS))}, file:PATH, or a file in {', '.join(SUFFIXES)}, got {filler!r}"
+            )
         return filler
 
     @field_validator("language")
@@ -116,7 +118,7 @@ class RunConfig(BaseModel):
                     f"the reference model was not trained on {task!r}: language {wording!r} has words for "
                     f"{', '.join(worded(wording))}; for other tasks take another model, or language english"
                 )
-        if wording == REFERENCE and info.data.get("filler", "").startswith(PREFIX):
+        if wording == REFERENCE and is_text(info.data.get("filler", "")):
             raise ValueError(
                 f"the reference model reads no other text: with language {wording!r} filler must be "
                 f"{' or '.join(KINDS)}"

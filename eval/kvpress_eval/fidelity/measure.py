@@ -9,7 +9,6 @@ as they become old. With chunks of several tokens, each chunk is a further turn.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -28,17 +27,19 @@ from kvpress_eval.run.environment import describe_run
 from kvpress_eval.run.language import in_words_of
 from kvpress_eval.run.models import Engine, check_lengths, load_engine, read_settings
 from kvpress_eval.run.progress import RunProgress
+from kvpress_eval.tasks.texts import read_text
 
 _UNKNOWN = 0.5
 """Share of unknown tokens above which a warning is printed that the text is outside the vocabulary."""
 
 
 def measure(
-    config: RunConfig, tokens: int, text: Path | None, console: Console, chunk: int = 1, layers: bool = False
+    config: RunConfig, tokens: int, text: str | None, console: Console, chunk: int = 1, layers: bool = False
 ) -> dict[str, Any]:
     """Compare the presses of a configuration on contexts of its first length, each continued by `tokens` tokens.
 
-    Return a record with the settings and one row per press. The text is a file, or made from the tasks. `layers` adds figures
+    Return a record with the settings and one row per press. `text` is `essays`, `stdlib` or a file; without one,
+    texts are made from the tasks. `layers` adds figures
     of every layer whose cache grows.
 
     Raises:
@@ -46,13 +47,14 @@ def measure(
         DataError: the model or the text cannot be read, or the text is too short.
     """
     context = config.lengths[0]
+    real = None if text is None else read_text(text)
     model = read_settings(config)
     check_lengths(config.model_copy(update={"lengths": (context + tokens,)}), model)
     engine = load_engine(config, model)
     if layers and not growing_layers(engine.model):
         raise ConfigError(f"model {config.model!r} has no layer whose cache grows with the context: leave out --layers")
     config = in_words_of(config, engine.tokenizer) if text is None else config
-    texts = read_texts(config, engine, tokens, text)
+    texts = read_texts(config, engine, tokens, real)
     unknown = unknown_share(texts, engine.tokenizer)
     if unknown > _UNKNOWN:
         warning = (
@@ -71,7 +73,8 @@ def measure(
         "context": context,
         "tokens": tokens,
         "chunk": chunk,
-        "text": str(text) if text else None,
+        "text": text,
+        "text_source": real.origin if real else None,
         "texts": hash_json(texts.tolist())[:16],
         "outside_vocabulary": unknown,
     }

@@ -1,37 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts on which presses are compared: from a file, or made from the tasks."""
+"""Texts on which presses are compared: real ones, or made from the tasks."""
 
 from __future__ import annotations
 
 import random
 from itertools import count, cycle, islice
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from kvpress.calibrate.corpus import documents, pack
+from kvpress.calibrate.corpus import pack
 from kvpress_eval.common.errors import DataError
 from kvpress_eval.config.schema import RunConfig
 from kvpress_eval.run.models import Engine
 from kvpress_eval.tasks.kinds.generated import generate
 from kvpress_eval.tasks.languages import LANGUAGES
+from kvpress_eval.tasks.texts import RealText
 
 PIECE = 128
 """Approximate tokens of each context in a generated text."""
 
 
-def read_texts(config: RunConfig, engine: Engine, tokens: int, text: Path | None = None) -> Tensor:
-    """Return ids `[samples, context + tokens]` of a file, or of texts made from the tasks of the configuration."""
+_CHARACTERS = 8
+"""Characters of a document for each token of a text, so that a text fits into the first part of its document."""
+
+
+def read_texts(config: RunConfig, engine: Engine, tokens: int, text: RealText | None = None) -> Tensor:
+    """Return ids `[samples, context + tokens]` of a real text, or of texts made from the tasks of the configuration."""
     length = config.lengths[0] + tokens
-    if text is not None and not text.is_file():
-        raise DataError(f"no text file {str(text)!r}")
-    source = documents(str(text)) if text else (write_text(config, engine, length, number) for number in count())
+    source = (
+        text.spread(_CHARACTERS * length)
+        if text
+        else (write_text(config, engine, length, number) for number in count())
+    )
     try:
         return pack(engine.tokenizer, source, length, config.samples).to(engine.model.device)
-    except (OSError, ValueError) as error:
-        raise DataError(f"no {config.samples} texts of {length} tokens from {text or 'the tasks'}: {error}") from error
+    except ValueError as error:
+        name = text.name if text else "the tasks"
+        raise DataError(f"no {config.samples} texts of {length} tokens from {name}: {error}") from error
 
 
 def unknown_share(texts: Tensor, tokenizer: PreTrainedTokenizerBase) -> float:

@@ -3,21 +3,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import cycle, islice
-from pathlib import Path
 
-from kvpress_eval.common.errors import DataError
 from kvpress_eval.tasks.languages.base import Language
-from kvpress_eval.tasks.local import PREFIX, reading
+from kvpress_eval.tasks.texts import read_text
 
 KINDS = ("noise", "repeat")
-"""Filler without a file; the other form is `file:PATH`."""
+"""Generated filler; other settings name a real text."""
 
 _LONGEST = 240
 """Maximum characters of a sentence; longer ones are split, so that a context can be filled to its length."""
@@ -28,7 +25,7 @@ class Filler:
     """Sentences that no question refers to."""
 
     name: str = "noise"
-    """Identity of the filler: `noise`, `repeat`, or the hash of its text."""
+    """Identity of the filler: `noise`, `repeat`, or that of its text, with a hash."""
     text: tuple[str, ...] = ()
     """Sentences of a text; empty for noise and the refrain."""
 
@@ -45,20 +42,15 @@ NOISE, REPEAT = Filler("noise"), Filler("repeat")
 
 
 def read_filler(spec: str) -> Filler:
-    """Return the filler of a setting: `noise`, `repeat` or `file:PATH`.
+    """Return the filler of a setting: `noise`, `repeat`, or the sentences of a real text.
 
     Raises:
-        DataError: the file cannot be read or is empty.
+        DataError: the text cannot be read or is empty.
     """
-    if not spec.startswith(PREFIX):
+    if spec in KINDS:
         return Filler(spec)
-    path = Path(spec.removeprefix(PREFIX))
-    with reading(path, "filler text"):
-        raw = path.read_bytes()
-        sentences = _split(raw.decode())
-    if not sentences:
-        raise DataError(f"filler text {path} holds no words")
-    return Filler(f"sha256:{hashlib.sha256(raw).hexdigest()}", sentences)
+    text = read_text(spec)
+    return Filler(text.identity, tuple(sentence for document in text.documents for sentence in _split(document)))
 
 
 def _split(text: str) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ class TaskSettings(Protocol):
     seed: int
     """Random seed."""
     filler: str
-    """`noise`, `repeat` or `file:PATH`."""
+    """`noise`, `repeat`, or the name or path of a real text."""
     depth: float | None
     """Fraction of the context before the answer; None for a random one."""
     depths: tuple[float, ...]

@@ -17,6 +17,7 @@ from kvpress_eval.fidelity.figures import LAYER_FIGURES, Fidelity, kl_divergence
 from kvpress_eval.fidelity.texts import read_texts
 from kvpress_eval.report.fidelity_table import to_layer_table, to_table
 from kvpress_eval.run.models import Engine, load_engine
+from kvpress_eval.tasks.texts import read_text
 from rich.console import Console
 from torch.distributions import Categorical
 from torch.distributions import kl_divergence as categorical_kl
@@ -175,10 +176,10 @@ def test_the_continuation_asks_about_the_context(engine: Engine) -> None:
 def test_a_text_file(engine: Engine, tmp_path: Path) -> None:
     path, text, length = tmp_path / "text.txt", " The old river runs near the green hill." * 80, CONTEXT + TOKENS
     path.write_text(text)
-    ids = read_texts(CONFIG, engine, TOKENS, path)
+    ids = read_texts(CONFIG, engine, TOKENS, read_text(str(path)))
     assert ids.flatten().tolist() == engine.tokenizer(text)["input_ids"][: 3 * length]
     with pytest.raises(DataError, match="not 3"):
-        read_texts(CONFIG, engine, 2000, path)
+        read_texts(CONFIG, engine, 2000, read_text(str(path)))
 
 
 def test_a_press_that_does_not_suit_the_model(comparison: Comparison) -> None:
@@ -243,7 +244,7 @@ def test_tables_fit_a_terminal_of_100_columns() -> None:
         (["--chunk", "0"], 2, "--chunk"),
         (["--samples", "0"], 2, "samples"),
         (["--language", "latin"], 2, "language"),
-        (["--text", "none.txt"], 3, "no text file 'none.txt'"),
+        (["--text", "none.txt"], 3, "no such text file: place it at"),
         (["--out", "/dev/null/figures.json"], 4, "cannot write /dev/null"),
     ],
 )
