@@ -17,9 +17,7 @@ def command(
     lengths: Annotated[str, typer.Option(help="Tokens of the contexts, separated by commas.")] = "1024",
     contexts: Annotated[int, typer.Option(help="Contexts of each length.")] = 10,
     facts: Annotated[int, typer.Option(help="Facts of a context, each with a question.")] = 6,
-    values: Annotated[
-        str, typer.Option(help="What the facts state, in turn: digits, words, quote, json, code.")
-    ] = "digits",
+    values: Annotated[str, typer.Option(help="Kinds of values, in turn: digits, words, quote, json, code.")] = "digits",
     filler: Annotated[str, typer.Option(help="Text around the facts: noise, repeat or file:PATH.")] = "noise",
     question_aware: Annotated[
         bool, typer.Option("--question-aware/--question-unaware", help="Compress after the question.")

@@ -116,7 +116,7 @@ def figures_of_press(
 
 
 def sentences(figures: Sequence[RecallFigures]) -> list[str]:
-    """Return the conclusions of the figures, by exact answers and by divergence; empty if no press holds less.
+    """Return the conclusions by exact answers and by divergence; empty if no press holds less.
 
     Where chance explains the full cache's answers, the divergence ranks nothing either.
     """

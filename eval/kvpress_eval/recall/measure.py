@@ -23,7 +23,8 @@ from torch import Tensor
 import kvpress
 from kvpress.core.effect import left_whole
 from kvpress.core.spec import own_code
-from kvpress_eval.common.errors import BusyError
+from kvpress_eval.common.errors import BusyError, OutputError
+from kvpress_eval.common.files import read_object
 from kvpress_eval.config.schema import RunConfig
 from kvpress_eval.fidelity.continuation import read_prompts
 from kvpress_eval.fidelity.measure import check_press
@@ -107,7 +108,7 @@ def measure(
         for length, of_length in figures.items()
     ]
     answers = {"contexts": describe([item.context for item in items]), "answers": [rows[name] for name in names]}
-    return {**describe_run(config, engine), **settings, "cells": cells, **answers}
+    return {**settings, **describe_run(config, engine), "cells": cells, **answers}
 
 
 def _make_items(config: RunConfig, facts: FactSettings, engine: Engine, filler: Filler, length: int) -> list[_Item]:
@@ -135,7 +136,7 @@ def _measure_missing(
     append: Callable[[Row], None],
     console: Console,
 ) -> None:
-    """Measure the contexts that `rows` lacks, and add them there and to the store."""
+    """Measure the missing rows, and add them to `rows` and to the store."""
     with RunProgress(console, len(items) * len(presses)) as progress:
         for number, item in enumerate(items, start=1):
             missing = [press for press in presses if _row_name(item.context, press) not in rows]
@@ -209,7 +210,10 @@ def _figures(
     contexts: Sequence[FactContext], presses: Sequence[str], rows: Mapping[str, Row], margins: Margins
 ) -> list[RecallFigures]:
     by_press = {press: [rows[_row_name(context, press)] for context in contexts] for press in presses}
-    return [figures_of_press(press, contexts, own, by_press[BASELINE], margins) for press, own in by_press.items()]
+    return [
+        figures_of_press(press, contexts, press_rows, by_press[BASELINE], margins)
+        for press, press_rows in by_press.items()
+    ]
 
 
 def _identity(config: RunConfig, facts: FactSettings, engine: Engine, filler: Filler) -> dict[str, Any]:
@@ -242,6 +246,12 @@ def _stored_rows(
     with store.claim() as claimed:
         if not claimed:
             raise BusyError(f"another process measures into {folder}; use another --out")
+        earlier = read_object(folder / "cell.json") or identity
+        if differing := [key for key in identity if earlier.get(key) != identity[key]]:
+            differences = ", ".join(f"{key} {earlier.get(key)!r}, not {identity[key]!r}" for key in differing)
+            raise OutputError(
+                f"{folder} holds rows of another measurement ({differences}): use another --out, or remove that folder"
+            )
         stored = store.open(identity, names)
         rows = {name: {key: row[key] for key in row if key != "sha256"} for name, row in stored.items()}
         yield rows, store.append

@@ -154,7 +154,7 @@ def test_a_stopped_measurement_continues(tmp_path: Path, monkeypatch: pytest.Mon
     more = measured(tmp_path / "rows", presses=("none", "knorm:0.5", "random:0.5"))
     assert done == 6  # the answers of the further press alone
     assert [row for row in more["answers"] if row["press"] != "random:0.5"] == expected["answers"]
-    with pytest.raises(OutputError, match="describes another cell"):
+    with pytest.raises(OutputError, match=r"rows of another measurement \(seed 0, not 1\): use another --out"):
         measured(tmp_path / "rows", seed=1)
 
 
