@@ -98,7 +98,7 @@ def imports(path: Path) -> set[str]:
 
 
 RANKS = (
-    "env", "signals", "counts", "kernels", "cache", "observe", "core", "presses", "quant", "sparse",
+    "env", "signals", "counts", "packages", "kernels", "cache", "observe", "core", "presses", "quant", "sparse",
     "calibrate", "hf", "diffusion", "speculation", "compat", "attention_patch", "utils", "pipeline", "plan", "terminal", "cli",
     "testing",
 )  # fmt: skip

@@ -35,7 +35,8 @@ USED = {
     "kvpress.cli.outputs", "kvpress.core.effect", "kvpress.core.press", "kvpress.core.recipe", "kvpress.core.registry",
     "kvpress.core.spec", "kvpress.counts", "kvpress.data.reference.words", "kvpress.hf.cache.layer",
     "kvpress.hf.generation.clock", "kvpress.hf.generation.greedy", "kvpress.hf.model_files", "kvpress.hf.models",
-    "kvpress.hf.positions", "kvpress.hf.session.session", "kvpress.hf.weights", "kvpress.observe.call", "kvpress.plan",
+    "kvpress.hf.positions", "kvpress.hf.session.session", "kvpress.hf.weights", "kvpress.observe.call",
+    "kvpress.packages", "kvpress.plan",
     "kvpress.signals", "kvpress.sparse", "kvpress.terminal",
 }  # fmt: skip
 """The modules of the library that the harness builds on."""
