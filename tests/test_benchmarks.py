@@ -29,6 +29,7 @@ from benchmarks import (
     overhead,
     prefill,
     quality_figures,
+    recall_table,
     selection,
     tiers,
 )
@@ -340,3 +341,8 @@ def test_ours_is_measured_alone_without_openvino(monkeypatch: pytest.MonkeyPatch
     best = [row["seconds"] for row in (rows[0], rows[1], slower[2], rows[3])]
     assert [row["seconds"] for row in again["rows"]] == best
     assert again["rows"][2]["times"] == pytest.approx(4 * rows[2]["times"])
+
+
+def test_the_page_on_a_pretrained_model_shows_the_committed_figures() -> None:
+    (cell,) = json.loads(Path("benchmarks/results/recall_smollm2_1024.json").read_text())["cells"]
+    assert recall_table.table(cell["rows"]) in Path("docs/real-models.md").read_text()
