@@ -241,10 +241,12 @@ def of_width(bits: int) -> Codec:
 
 
 def widths_held(parts: Iterable[Segment], heads: int) -> dict[int, int]:
-    """Return the bits of every row that has encoded pairs; a row has `heads` streams."""
+    """Return the bits of every row that has encoded pairs, the fewest where pairs differ; a row has `heads` streams."""
     bits_by_row: dict[int, int] = {}
     for part in leaves(part.known() for part in parts):
-        bits_by_row |= {n // heads: _bits(part) for n, length in enumerate(part.layout.lengths) if length}
+        bits = _bits(part)
+        for row in {n // heads for n, length in enumerate(part.layout.lengths) if length}:
+            bits_by_row[row] = min(bits, bits_by_row.get(row, bits))
     return bits_by_row
 
 
