@@ -46,6 +46,8 @@ class PressSummary:
     problems: tuple[str, ...]
     grid: dict[Place, float | None] = field(default_factory=dict)
     """Accuracy by place, in a run with several depths."""
+    same_answers: float | None = None
+    """Share of samples with exactly the text of the answer of `none`."""
     compressed: bool = True
     """False if the press compressed none of the contexts, although it is meant to."""
 
@@ -148,6 +150,7 @@ def _summarise(press: str, cells: Sequence[CellResult], baseline: dict[Place, Ce
         milliseconds_per_token=milliseconds and 1000 * milliseconds,
         problems=tuple(problems),
         grid=_grid(cells),
+        same_answers=_same_answers(cells, references) if comparable else None,
         compressed=num_uncompressed < max(1, len(rows)),
     )
 
@@ -155,6 +158,17 @@ def _summarise(press: str, cells: Sequence[CellResult], baseline: dict[Place, Ce
 def paired_scores(ours: CellResult, theirs: CellResult) -> list[tuple[float, float]]:
     """Return the scores of the samples that both answered."""
     return [(score, theirs.scores[sample]) for sample, score in ours.scores.items() if sample in theirs.scores]
+
+
+def _same_answers(cells: Sequence[CellResult], references: Sequence[CellResult | None]) -> float:
+    """Return the share of answers that are the text of the reference; all cells have one."""
+    pairs = [
+        (row["prediction"], texts[row["sample"]])
+        for cell, reference in zip(cells, references, strict=True)
+        for texts in ({row["sample"]: row["prediction"] for row in reference.rows} if reference else {},)
+        for row in cell.rows
+    ]
+    return fmean(text == right for text, right in pairs)
 
 
 def _means(cells: Iterable[CellResult], key: Callable[[CellResult], _Key]) -> dict[_Key, float | None]:
