@@ -21,7 +21,8 @@ _NARROW = 100
 """Narrower terminals, in characters, omit some columns; the accuracy then has the star of the difference."""
 
 _MEASURED = (
-    "p_value", "bytes", "factor", "end_factor", "bits_per_value", "kept", "prefill_seconds", "milliseconds_per_token",
+    "p_value", "same_answers", "bytes", "factor", "end_factor", "bits_per_value", "kept", "prefill_seconds",
+    "milliseconds_per_token",
 )  # fmt: skip
 
 

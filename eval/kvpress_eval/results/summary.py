@@ -47,6 +47,8 @@ class PressSummary:
     problems: tuple[str, ...]
     grid: dict[Place, float | None] = field(default_factory=dict)
     """Accuracy by place, in a run with several depths."""
+    same_answers: float | None = None
+    """Share of samples with exactly the text of the answer of `none`."""
     compressed: bool = True
     """False if the press compressed none of the contexts, although it is meant to."""
     verdict: Verdict | None = None
@@ -127,6 +129,7 @@ def _summarise(press: str, cells: Sequence[CellResult], baseline: dict[Place, Ce
         milliseconds_per_token=milliseconds and 1000 * milliseconds,
         problems=tuple(problems),
         grid=_grid(cells),
+        same_answers=_same_answers(cells, references) if comparable else None,
         compressed=num_uncompressed < max(1, len(rows)),
         verdict=judge(press, uncompressed / size, _changes(pairs), points()) if comparable else None,
     )
@@ -139,6 +142,17 @@ def paired_scores(ours: CellResult, theirs: CellResult) -> list[tuple[float, flo
 
 def _changes(pairs: Iterable[Iterable[tuple[float, float]]]) -> list[list[float]]:
     return [[ours - theirs for ours, theirs in group] for group in pairs]
+
+
+def _same_answers(cells: Sequence[CellResult], references: Sequence[CellResult | None]) -> float:
+    """Return the share of answers that are the text of the reference; all cells have one."""
+    pairs = [
+        (row["prediction"], texts[row["sample"]])
+        for cell, reference in zip(cells, references, strict=True)
+        for texts in ({row["sample"]: row["prediction"] for row in reference.rows} if reference else {},)
+        for row in cell.rows
+    ]
+    return fmean(text == right for text, right in pairs)
 
 
 def _means(cells: Iterable[CellResult], key: Callable[[CellResult], _Key]) -> dict[_Key, float | None]:

@@ -7,13 +7,13 @@ import hashlib
 import platform
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvpress.packages import DataPackage
 from kvpress_eval.common.errors import DataError
 from kvpress_eval.tasks.local import PREFIX, reading
+from kvpress_eval.tasks.packages import packaged
 
 SUFFIXES = (".txt", ".jsonl", ".md")
 """Endings of files that need no prefix `file:`."""
@@ -84,15 +84,6 @@ def read_text(spec: str) -> RealText:
     if not any(document.strip() for document in text.documents):
         raise DataError(f"the text {spec} holds no words")
     return text
-
-
-@contextmanager
-def packaged() -> Iterator[None]:
-    """Turn the errors of a missing package or a missing file of one into a DataError."""
-    try:
-        yield
-    except (ImportError, OSError) as error:
-        raise DataError(str(error)) from error
 
 
 def _file(path: Path) -> RealText:

@@ -90,6 +90,18 @@ def test_summaries_compare_with_none(summaries: list[PressSummary]) -> None:
     assert none.samples == half.samples == 6
 
 
+def test_answers_are_compared_with_those_of_none(finished: tuple[RunConfig, RunResult]) -> None:
+    cells = [cell for cell in finished[1].cells if cell.press == "none"]
+    copies = [replace(cell, spec={**cell.spec, "press": "copy"}) for cell in cells]
+    none, copy = summarise([*cells, *copies])
+    assert (none.same_answers, copy.same_answers) == (None, 1.0)
+    first, *others = copies
+    rows = [{**row, "prediction": "something else"} for row in first.rows]
+    total = sum(len(cell.rows) for cell in copies)
+    (_, changed) = summarise([*cells, replace(first, rows=rows), *others])
+    assert changed.same_answers == pytest.approx(1 - len(rows) / total)
+
+
 def test_tables(summaries: list[PressSummary]) -> None:
     for width in (80, 120):
         console = Console(file=io.StringIO(), width=width)
