@@ -43,10 +43,8 @@ def test_a_flipped_byte_costs_only_its_rows(small: Small, quiet: Console, seed: 
     expected, path = content(config), next(config.out.glob("cells/*/rows.jsonl"))
     damaged = bytearray(path.read_bytes())
     rng = random.Random(seed)  # noqa: S311  # reproducible, not secret
-    # The first seed hits the end of a line, so that two become one.
-    position = (
-        damaged.index(b"\n") if seed == 0 else rng.randrange(len(damaged) - 1)
-    )  # the last line end is another test's
+    # The first seed hits the end of a line, so that two become one. The end of the last line may become another white space.
+    position = damaged.index(b"\n") if seed == 0 else rng.randrange(len(damaged) - 1)
     damaged[position] ^= 1 << rng.randrange(8)
     path.write_bytes(damaged)
     good = {line for line in bytes(damaged).split(b"\n") if line in lines(config)[path.parent.name]}
