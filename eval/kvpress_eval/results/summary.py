@@ -144,14 +144,14 @@ def _changes(pairs: Iterable[Iterable[tuple[float, float]]]) -> list[list[float]
     return [[ours - theirs for ours, theirs in group] for group in pairs]
 
 
-def _same_answers(cells: Sequence[CellResult], references: Sequence[CellResult | None]) -> float:
-    """Return the share of answers that are the text of the reference; all cells have one."""
-    pairs = [
-        (row["prediction"], texts[row["sample"]])
-        for cell, reference in zip(cells, references, strict=True)
-        for texts in ({row["sample"]: row["prediction"] for row in reference.rows} if reference else {},)
-        for row in cell.rows
-    ]
+def _same_answers(cells: Sequence[CellResult], references: Sequence[CellResult | None]) -> float | None:
+    """Return the share of answers that are the text of the reference; None where samples are judged without an answer."""
+    pairs: list[tuple[str | None, str | None]] = []
+    for cell, reference in zip(cells, references, strict=True):
+        texts = {row["sample"]: row.get("prediction") for row in reference.rows} if reference else {}
+        pairs += [(row.get("prediction"), texts[row["sample"]]) for row in cell.rows]
+    if any(text is None for text, _ in pairs):
+        return None
     return fmean(text == right for text, right in pairs)
 
 
