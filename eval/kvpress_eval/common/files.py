@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,12 @@ def read_object(path: Path, *, set_aside: bool = False) -> dict[str, Any] | None
         with translated_os_errors(path):
             os.replace(path, path.with_name(f"{path.name}.corrupt"))
     return None
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return the entries of two JSON objects that differ, for a message; empty if all are equal."""
+    keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    return ", ".join(f"{key} {before.get(key)!r}, not {now.get(key)!r}" for key in keys)
 
 
 def write_json(path: Path, value: object) -> None:

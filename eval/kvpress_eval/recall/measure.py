@@ -24,7 +24,7 @@ import kvpress
 from kvpress.core.effect import left_whole
 from kvpress.core.spec import own_code
 from kvpress_eval.common.errors import BusyError, OutputError
-from kvpress_eval.common.files import read_object
+from kvpress_eval.common.files import differences, read_object
 from kvpress_eval.config.schema import RunConfig
 from kvpress_eval.fidelity.continuation import read_prompts
 from kvpress_eval.fidelity.measure import check_press
@@ -247,10 +247,9 @@ def _stored_rows(
         if not claimed:
             raise BusyError(f"another process measures into {folder}; use another --out")
         earlier = read_object(folder / "cell.json") or identity
-        if differing := [key for key in identity if earlier.get(key) != identity[key]]:
-            differences = ", ".join(f"{key} {earlier.get(key)!r}, not {identity[key]!r}" for key in differing)
+        if listed := differences(earlier, identity):
             raise OutputError(
-                f"{folder} holds rows of another measurement ({differences}): use another --out, or remove that folder"
+                f"{folder} holds rows of another measurement ({listed}): use another --out, or remove that folder"
             )
         stored = store.open(identity, names)
         rows = {name: {key: row[key] for key in row if key != "sha256"} for name, row in stored.items()}

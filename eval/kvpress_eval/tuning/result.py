@@ -14,7 +14,7 @@ from rich.text import Text
 
 from kvpress.cache.report import format_bytes
 from kvpress_eval.common.errors import OutputError
-from kvpress_eval.common.files import read_object, replace_file, write_json
+from kvpress_eval.common.files import differences, read_object, replace_file, write_json
 from kvpress_eval.common.terminal import MISSING, Name, number, plain_table
 from kvpress_eval.results.cells import CellResult
 from kvpress_eval.results.stats import ScoreInterval, mean_interval, paired_difference
@@ -249,10 +249,8 @@ def belong(path: Path, identity: Mapping[str, Any]) -> None:
             )
         write_json(path, dict(identity))
         return
-    differing = [key for key in {**there, **identity} if there.get(key) != identity.get(key)]
-    if differing:
-        differences = ", ".join(f"{key} {there.get(key)!r}, not {identity.get(key)!r}" for key in differing)
-        raise OutputError(f"{path.parent} belongs to another search ({differences}): use a new --out")
+    if listed := differences(there, identity):
+        raise OutputError(f"{path.parent} belongs to another search ({listed}): use a new --out")
 
 
 def _percent(estimate: ScoreInterval) -> str:
