@@ -11,28 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
-COLUMNS = ("press", "smaller", "KiB", "exact %", "vs none", "95%", "KL", "KL, worst context")
-
-
-def line(row: dict[str, Any]) -> str:
-    """Return the row of a press."""
-    change, interval = "-", "-"
-    if row["change"] is not None:
-        change = f"{100 * row['change']:+.1f}"
-        interval = f"{100 * row['change_low']:+.0f} to {100 * row['change_high']:+.0f}"
-    cells = (
-        f"`{row['press']}`", f"{row['factor']:.1f}x", f"{row['bytes'] / 1024:.0f}", f"{100 * row['exact']:.1f}", change,
-        interval, f"{row['kl_mean']:.3f}", f"{row['kl_worst_context']:.3f}",
-    )  # fmt: skip
-    return "| " + " | ".join(cells) + " |"
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """Return the table of one length."""
-    head = ["| " + " | ".join(COLUMNS) + " |", "| --- |" + " ---: |" * (len(COLUMNS) - 1)]
-    return "\n".join([*head, *map(line, rows)])
+from kvpress_eval.report.recall_table import to_markdown
 
 
 def main() -> None:
@@ -40,7 +20,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     for cell in json.loads(parser.parse_args().file.read_text())["cells"]:
-        print(f"{cell['length']} tokens\n\n{table(cell['rows'])}\n")
+        print(f"{cell['length']} tokens\n\n{to_markdown(cell['rows'])}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Table of `kvpress recall` for the terminal."""
+"""Table of `kvpress recall`, for the terminal and as Markdown."""
 
 from __future__ import annotations
 
@@ -10,26 +10,41 @@ from rich.table import Table
 from rich.text import Text
 
 from kvpress_eval.common.terminal import MISSING, Name, number, plain_table
+from kvpress_eval.report.table import markdown
+
+HEADINGS = ("smaller", "KiB", "exact\n%", "vs none\npoints", "95%", "KL\nmean", "KL worst\ncontext", "NLL")
+"""Headings of the columns of figures."""
 
 
 def to_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return the rows of presses at one length, the full cache first, as a table."""
-    headings = ["smaller", "KiB", "exact\n%", "vs none\npoints", "95%", "KL\nmean", "KL worst\ncontext", "NLL"]
-    table = plain_table(["press"], headings, caption_justify="left")
+    table = plain_table(["press"], HEADINGS, caption_justify="left")
     for row in rows:
-        table.add_row(
-            Name(row["press"]),
-            f"{row['factor']:.1f}x",
-            number(row["bytes"] / 1024, 0),
-            number(100 * row["exact"], 1),
-            MISSING if row["change"] is None else f"{100 * row['change']:+.1f}",
-            MISSING if row["change"] is None else f"{100 * row['change_low']:+.0f} to {100 * row['change_high']:+.0f}",
-            number(row["kl_mean"], 4),
-            number(row["kl_worst_context"], 4),
-            number(row["nll"], 3),
-        )
+        table.add_row(Name(row["press"]), *_figures(row))
     table.caption = Text("\n".join(_notes(rows)))
     return table
+
+
+def to_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the rows of presses at one length as a Markdown table, with the notes below it."""
+    headings = ["press", *(heading.replace("\n", " ") for heading in HEADINGS)]
+    aligned = ["---", *("---:" for _ in HEADINGS)]
+    return markdown(headings, aligned, [[row["press"], *_figures(row)] for row in rows], "\n".join(_notes(rows)))
+
+
+def _figures(row: Mapping[str, Any]) -> list[str]:
+    """Return the figures of a press as text, one for each of `HEADINGS`."""
+    is_compared = row["change"] is not None
+    return [
+        f"{row['factor']:.1f}x",
+        number(row["bytes"] / 1024, 0),
+        number(100 * row["exact"], 1),
+        f"{100 * row['change']:+.1f}" if is_compared else MISSING,
+        f"{100 * row['change_low']:+.0f} to {100 * row['change_high']:+.0f}" if is_compared else MISSING,
+        number(row["kl_mean"], 4),
+        number(row["kl_worst_context"], 4),
+        number(row["nll"], 3),
+    ]
 
 
 def _notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
