@@ -97,10 +97,12 @@ class Attended(ABC):
         """
         if self.computes_operands:
             return make()
-        if name not in self._kept():
-            rows = make()
-            self._kept()[name] = rows  # looked up again, since `make` may have grown the tables
-        rows = self._kept()[name]
+        kept = self._kept()
+        if name not in kept:
+            made = make()
+            kept = self._kept()  # looked up again, since `make` may have grown the tables
+            kept[name] = made
+        rows: RowsT = kept[name]
         return rows
 
     def _kept(self) -> dict[str, Any]:

@@ -156,7 +156,7 @@ def later_turn(model: Any, press: BasePress, cache: Any, mask: Tensor) -> Tensor
     outputs = []
     with press(model):
         for ids in tokens(len(mask), 11, seed=9).split([5, 1, 1, 1, 1, 1, 1], dim=1):
-            mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
+            mask = grow(mask, ids.shape[1])
             at = position_ids(mask, ids.shape[1])
             outputs.append(model(ids, attention_mask=mask, position_ids=at, **with_cache(cache)).logits)
     return torch.cat(outputs, dim=1)
@@ -279,7 +279,7 @@ def sealed_cache(press: BasePress, model: Any) -> tuple[Any, Tensor]:
     with press(model):
         model(ids, attention_mask=mask, position_ids=position_ids(mask), **with_cache(cache))
     later_turn(model, press, cache, mask)
-    return cache, torch.cat([mask, mask.new_ones(len(mask), 11)], dim=1)
+    return cache, grow(mask, 11)
 
 
 def check_stored_pairs(press: BasePress, model: Any, name: str) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -100,6 +100,12 @@ def position_ids(mask: Tensor | None, newest: int = 0) -> Tensor | None:
     return None if mask is None else (mask.cumsum(1) - 1).clamp_min(0)[:, -newest:]
 
 
+@overload
+def grow(mask: Tensor, count: int) -> Tensor: ...
+@overload
+def grow(mask: None, count: int) -> None: ...
+@overload
+def grow(mask: Tensor | None, count: int) -> Tensor | None: ...
 def grow(mask: Tensor | None, count: int) -> Tensor | None:
     """Return the mask once every row has `count` more tokens; None without a mask."""
     return None if mask is None else torch.cat([mask, mask.new_ones(len(mask), count)], dim=1)
