@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""First of two GPU benchmarks, for correctness: bandwidth, parity of every operator, presses end to end; 200 seconds.
+"""First of two GPU benchmarks, for correctness: parity of every operator, and presses end to end; 200 seconds.
 
     make gpu-a          (where make is missing: PYTHONPATH=. python3 benchmarks/gpu_a.py --out benchmarks/results)
 
@@ -14,7 +14,7 @@ import sys
 
 from benchmarks.gpu_end_to_end import CHECK as END_TO_END
 from benchmarks.gpu_parity import CHECKS
-from benchmarks.gpu_parts import Budget, Part, Row
+from benchmarks.gpu_parts import Part, Row
 from benchmarks.gpu_report import Report, arguments, collect, why_not
 
 SECONDS = 200.0
@@ -62,11 +62,9 @@ def parts(common: list[str], together: bool) -> list[Part]:
 
 
 def run(report: Report, seconds: float, dry: bool) -> bool:
-    """Measure bandwidth alone, then run everything else side by side; return whether every row that ran is correct."""
-    budget, device = Budget(seconds), "cpu" if dry else "cuda"
+    """Run everything side by side; return whether every row that ran is correct."""
     common = ["--device", "cpu", "--small"] if dry else []
-    collect(report, [Part("gpu_speed", [*common, "--shapes", ""])], min(seconds, 40.0), device)
-    collect(report, parts(common, together=dry), budget.left, device)
+    collect(report, parts(common, together=dry), seconds, "cpu" if dry else "cuda")
     checks = summary(report.rows)
     report.set(summary=checks)
     return all(check["passed"] for check in checks.values())

@@ -53,7 +53,7 @@ SPECS = {
 STATIC, EAGER = "no press, static cache, compiled", "no press, eager"
 
 SHORT = ("none", "kivi 4", "frontier", "quest", "snapkv", "kivi 2")
-LONG = ("none", "kivi 4", "frontier", "quest", "snapkv")
+LONG = ("none", "kivi 4", "quest", "frontier", "snapkv")
 """Captured presses at the first context, where everything else is measured too, and at the longer ones."""
 
 STEPPED = ("kivi 4", "quest")
@@ -339,7 +339,7 @@ def tasks(bench: Bench) -> list[Task]:
     """Return all rows, the most important ones first."""
     capture = bench.device != "cpu"
     first, *longer = bench.plan.contexts
-    rows = [Task({"part": "compression", "context": first}, lambda: time_compression(bench, first))]
+    rows: list[Task] = []
 
     def add(context: int, name: str, run: Callable[[], Row], part: str = PART) -> None:
         rows.append(Task({"part": part, "context": context, "batch": 1, "name": name}, run))
@@ -347,17 +347,21 @@ def tasks(bench: Bench) -> list[Task]:
     def captured(context: int, name: str) -> None:
         add(context, f"{name}, captured", lambda: measure(bench, context, opened(name, capture)))
 
-    for name in SHORT[:3]:
+    for name in SHORT[:4]:
         captured(first, name)
     add(first, STATIC, lambda: measure(bench, first, no_press, static=True))
-    add(first, EAGER, lambda: measure(bench, first, no_press))
-    for name in SHORT[3:]:
-        captured(first, name)
     for context in longer:
-        for name in LONG:
+        for name in LONG[:3]:
             captured(context, name)
+    add(first, EAGER, lambda: measure(bench, first, no_press))
     for name in BATCHED:
         add(first, f"{name}, captured", lambda n=name: measure_batch(bench, first, n, capture), "largest batch")
+    for context in longer:
+        for name in LONG[3:]:
+            captured(context, name)
+    for name in SHORT[4:]:
+        captured(first, name)
+    rows.append(Task({"part": "compression", "context": first}, lambda: time_compression(bench, first)))
     for name in PROFILED:
         add(first, f"{name}, captured", lambda n=name: profile_step(bench, first, n, capture), "profile")
     for name in STEPPED:

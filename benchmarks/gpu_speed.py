@@ -202,7 +202,7 @@ def shapes_of(text: str) -> list[Shape]:
 
 def main() -> None:
     parser = part_arguments(__doc__)
-    parser.add_argument("--shapes", type=shapes_of, default=shapes_of("131072x8,131072x1,32768x8,32768x1"))
+    parser.add_argument("--shapes", type=shapes_of, default=shapes_of("131072x8,32768x1,131072x1,32768x8"))
     parser.add_argument("--skip", type=lambda names: names.split(","), default=[], help="formats that are not timed")
     options = parser.parse_args()
     if options.device == "cpu":

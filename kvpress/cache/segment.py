@@ -78,8 +78,9 @@ class Segment(Held, Attended, ABC):
 
     @property
     def computes_operands(self) -> bool:
-        # Operators read log-weights in float32, and positions where the keys of a segment with gaps have an offset.
-        if self.log_weight is not None and self.log_weight.dtype != torch.float32:
+        # On a CPU, log-weights are read in float32; positions are computed where keys of a segment with gaps have an offset.
+        weight = self.log_weight
+        if weight is not None and weight.dtype != torch.float32 and not weight.is_cuda:
             return True
         return self.key_offset is not None and self.key_offset.computes_positions(self)
 

@@ -231,14 +231,11 @@ def _join(scores: Sequence[Tensor], layouts: Sequence[Layout]) -> tuple[Tensor, 
 
 
 def split_ranks(ranks: Tensor, counts: Tensor, layouts: Sequence[Layout]) -> list[Chosen]:
-    """Return the flat rows in each segment of the chosen ranks over all segments.
+    """Return the flat rows in each of several segments of the chosen ranks over all of them.
 
     `ranks [q * N, K]` are ascending; the first `counts[i]` of query stream i are chosen.
     """
     column = torch.arange(ranks.shape[1], device=ranks.device)
-    if len(layouts) == 1:
-        rows = ranks + spans_of(layouts[0], ranks)[0][:, None]
-        return [Chosen(rows.masked_fill(column >= counts[:, None], 0), counts)]
     ranks = ranks.masked_fill(column >= counts[:, None], torch.iinfo(ranks.dtype).max)
     base = torch.zeros_like(counts)
     chosen = []

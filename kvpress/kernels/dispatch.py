@@ -80,7 +80,7 @@ def decode_parts(
 ) -> tuple[Tensor, Tensor]:
     """Attend to several disjoint sets of rows, as `merge` of the results of `decode`; raises as `decode`.
 
-    On a CPU, all parts without a basis and an offset are read in one call of compiled code.
+    On a CPU, all parts without a basis and an offset are read in one call of compiled code; on a GPU, one launch merges all.
 
     Args:
         q: queries [N, M, D], as in `decode`.
@@ -95,18 +95,22 @@ def decode_parts(
     if others:
         attention.check_parts(others)
         checks.shape("out", others[0][0], (*q.shape[:2], parts[0].value_channels), torch.float32)
-    joint: list[Part] = []
-    if len(parts) > 1 and launch.available(parts[0].rows.keys.storage):
-        joint = [part for part in parts if part.rows.is_plain]
-    separate = parts if len(joint) < 2 else [part for part in parts if part not in joint]
+    plain = [part for part in parts if part.rows.is_plain] if len(parts) > 1 or others else []
+    on_gpu = bool(plain) and device.available(plain[0].rows.keys.storage)
+    joint = plain if on_gpu or (len(plain) > 1 and launch.available(plain[0].rows.keys.storage)) else []
 
     def options_of(part: Part) -> Options:
         return replace(options, causal=0) if options.causal and part is not parts[-1] else options
 
-    results = [*others, *(_decode(q, part, options_of(part)) for part in separate)]
-    if len(separate) < len(parts):
-        for part in joint:
-            count(_name(part))
+    results = [*others, *(_decode(q, part, options_of(part)) for part in parts if part not in joint)]
+    for part in joint:
+        count(_name(part))
+    if on_gpu:
+        from kvpress.kernels.attention import triton as attention_triton
+
+        launches = [attention_triton.launch(q, part.rows, part.where, options_of(part)) for part in joint]
+        out, lse = attention_triton.merge(q, [*attention_triton.as_partials(results), *launches])
+    elif joint:
         out, lse = attention_cpu.decode_parts(q, joint, options_of(joint[-1]), results)
     else:
         out, lse = results[0] if len(results) == 1 else merge(results)
@@ -125,19 +129,20 @@ def _decode(q: Tensor, part: Part, options: Options) -> tuple[Tensor, Tensor]:
             blocks = range(0, len(q), step)
             results = [_decode(q[n : n + step], Part(rows, where.streams(n, n + step)), options) for n in blocks]
             return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results])
-    shift, model_dtype = None, q.dtype
     added = None if rows.key_offset is None else rows.key_offset.products(q, where.stream)
-    if rows.key_basis is not None:
-        shift = None if rows.key_basis.centre is None else options.scale * rows.key_basis.products(q, where.stream)
-        q = rows.key_basis.enter(q, where.stream)
-    if launch.available(rows.keys.storage):
-        count(_name(part))
-        out, lse = attention_cpu.decode(q, rows, where, options, model_dtype=model_dtype, added=added)
-    elif device.available(rows.keys.storage):
+    on_host = launch.available(rows.keys.storage)
+    if not on_host and device.available(rows.keys.storage):
         from kvpress.kernels.attention import triton as attention_triton
 
         count(_name(part))
-        out, lse = attention_triton.decode(q, rows, where, options, added)
+        return attention_triton.attend(q, rows, where, options, added)
+    shift, model_dtype = None, q.dtype
+    if rows.key_basis is not None:
+        shift = None if rows.key_basis.centre is None else options.scale * rows.key_basis.products(q, where.stream)
+        q = rows.key_basis.enter(q, where.stream)
+    if on_host:
+        count(_name(part))
+        out, lse = attention_cpu.decode(q, rows, where, options, model_dtype=model_dtype, added=added)
     else:
         out, lse = attention_reference.decode(q, rows, where, options, added)
     if rows.value_basis is not None:
@@ -164,9 +169,9 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     if launch.available(out):
         return attention_cpu.merge(parts)
     if device.available(out):
-        from kvpress.kernels.attention.triton.merge import merge_results
+        from kvpress.kernels.attention import triton as attention_triton
 
-        return merge_results(parts)
+        return attention_triton.merge(out, attention_triton.as_partials(parts))
     return attention_reference.merge(parts)
 
 
@@ -389,6 +394,11 @@ def top_rows(
     if launch.available(scores):
         count("top_rows")
         return selection_cpu.choose(scores, where, k, first, last, most)
+    if device.available(scores):
+        from kvpress.kernels.selection import triton as selection_triton
+
+        count("top_rows")
+        return selection_triton.choose(scores, where, k, first, last, most)
     return selection_reference.choose(scores, where, k, first, last, most)
 
 
@@ -421,6 +431,28 @@ def label_rows(
         return selection_cpu.choose_by_labels(q, labels, where, k, reduce, capacity, first, last, most)
     scores = label_scores(q, labels, where, reduce=reduce, capacity=capacity)
     return top_rows(scores, where, k, first=first, last=last, most=most)
+
+
+def rows_of_blocks(chosen: Listed, blocks: Ranges, pairs: Ranges, size: int, *, longest: int) -> tuple[Tensor, Tensor]:
+    """List the rows of chosen blocks of `size` consecutive rows; only the last block of a stream may be shorter.
+
+    Args:
+        chosen: blocks of each stream in ascending order, int32 [N, K], as `top_rows` returns them.
+        blocks: blocks of each stream.
+        pairs: rows of each stream.
+        size: rows of a block.
+        longest: most rows of a stream.
+
+    Returns:
+        Row numbers, int32 [N, min(K * size, longest)], 0 past the listed ones, and their number, int64 [N].
+    """
+    selection.check_blocks(chosen, blocks, pairs, size, longest)
+    if device.available(chosen.rows):
+        from kvpress.kernels.selection import triton as selection_triton
+
+        count("rows_of_blocks")
+        return selection_triton.of_blocks(chosen.rows, chosen.counts, blocks, pairs, size, longest)
+    return selection_reference.of_blocks(chosen.rows, chosen.counts, blocks, pairs, size, longest)
 
 
 def quantise(x: Tensor, bits: int, group: tuple[int, int], *, dtype: torch.dtype | None = None) -> Packed:

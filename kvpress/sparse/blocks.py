@@ -15,6 +15,7 @@ from kvpress.cache.segment import Segment
 from kvpress.cache.selection import Chosen, Selection
 from kvpress.cache.store import KVStore
 from kvpress.core.selector import Budget, Selector, spans_of, split_ranks
+from kvpress.kernels import Listed, Ranges, rows_of_blocks
 from kvpress.observe.call import LayerCall
 
 
@@ -60,8 +61,14 @@ class BlockSelector(Selector):
         best = self.budget.best([scores], [blocks], self.unit)
         if best is None:
             return None
-        ranks = ranks_in(best[0], blocks, index.pairs, self.unit)
-        return [split_ranks(*ranks, [segment.layout for segment in call.store.segments])]
+        layouts = [segment.layout for segment in call.store.segments]
+        starts, lengths = spans_of(index.pairs, queries)
+        # Over several segments, ranks are listed first.
+        pairs = Ranges(starts if len(layouts) == 1 else torch.zeros_like(starts), lengths)
+        chosen = Listed(best[0].rows, best[0].counts)
+        block_ranges = Ranges(*spans_of(blocks, queries))
+        rows, counts = rows_of_blocks(chosen, block_ranges, pairs, self.unit, longest=index.pairs.longest)
+        return [[Chosen(rows, counts)] if len(layouts) == 1 else split_ranks(rows, counts, layouts)]
 
     def _index(self, store: KVStore) -> BlockIndex:
         index: BlockIndex | None = store.index.get(self.name)
@@ -83,17 +90,3 @@ def merged_order(previous: Layout, kept: Tensor, added: Layout) -> Tensor:
     """
     starts = torch.stack([previous.starts_tensor, added.starts_tensor + previous.total], dim=1)
     return spans(starts.flatten(), torch.stack([kept, added.lengths_tensor], dim=1).flatten())
-
-
-def ranks_in(chosen: Chosen, blocks: Layout, pairs: Layout, size: int) -> tuple[Tensor, Tensor]:
-    """Return the ranks `[q * N, K]` of the pairs in the chosen blocks of `size` pairs, and their number `[q * N]`.
-
-    Only the last block of a stream may be short, so that the ranks have no gaps.
-    """
-    first, _ = spans_of(blocks, chosen.rows)
-    _, lengths = spans_of(pairs, chosen.rows)
-    ranks = (chosen.rows - first[:, None])[..., None] * size
-    ranks = ranks + torch.arange(size, device=ranks.device)
-    real = torch.arange(chosen.rows.shape[1], device=ranks.device) < chosen.counts[:, None]
-    exists = real[..., None] & (ranks < lengths[:, None, None])
-    return ranks.flatten(1)[:, : pairs.longest], exists.flatten(1).sum(dim=1)

@@ -119,9 +119,32 @@ def labels(s: Shape) -> None:
 
 
 def merge(s: Shape) -> None:
-    from kvpress.kernels.attention.triton.merge import merge
+    """Merge two results with the splits of a launch."""
+    from kvpress.kernels.attention.triton import as_partials, merge
+    from kvpress.kernels.attention.triton.merge import partials
+    from kvpress.kernels.triton.grid import plan
 
-    merge(*(empty(s.streams, 5, s.queries, *last, dtype=torch.float32) for last in ((s.channels,), ())))
+    result = empty(s.streams, s.queries, s.channels, dtype=torch.float32), empty(s.streams, s.queries).float()
+    grid = plan(result[0], s.tokens, 64, 8)
+    merge(result[0], [*as_partials([result]), partials(result[0], grid, ranges(s).lengths, 64, s.channels)])
+
+
+def turned(s: Shape) -> None:
+    """Enter the basis of keys, and leave that of values."""
+    from kvpress.kernels.attention.triton import basis as kernels
+
+    matrix = empty(s.channels, s.channels, dtype=torch.float32)
+    basis = Basis(empty(s.streams, s.channels).float(), matrix, empty(s.streams, s.channels))
+    q, shift = kernels.enter(queries(s), basis, None, 0.1)
+    kernels.leave(q, empty(s.streams, s.queries).float(), basis, None, shift)
+
+
+def selection(s: Shape) -> None:
+    """Choose the best sixteenth of all pages, and list their rows."""
+    pages = -(-s.tokens // 16)
+    counts, where = empty(s.streams, dtype=torch.int64), ranges(s)
+    rows, _ = kernels.top_rows(empty(s.streams, pages, dtype=torch.float32), where, -(-pages // 16), first=1, last=1)
+    kernels.rows_of_blocks(Listed(rows, counts), where, where, 16, longest=s.tokens)
 
 
 def quantise(s: Shape) -> None:
@@ -154,6 +177,8 @@ OPERATORS: dict[str, Callable[[Shape], Any]] = {
     "pages": pages,
     "labels": labels,
     "merge": merge,
+    "bases": turned,
+    "selection": selection,
     "quantise": quantise,
     "prefill": prefill,
 }

@@ -64,7 +64,7 @@ def test_a_decode_step_of_a_press_launches_few_kernels(name: str) -> None:
     with fake_gpu(90) as gpu:
         step = decode_step(PRESSES[name])
     layers = 3
-    assert 0 < sum(step.values()) <= 6 * layers
+    assert 0 < sum(step.values()) <= 7 * layers
     assert not gpu.spilling()
 
 

@@ -52,7 +52,7 @@ class Rows(_Caching):
     values: Side
     """Values [R, Dv]."""
     log_weight: Tensor | None = None
-    """Added to the logit of each row, float32 or float16 [R]: log n for a row that stands for n equal ones; stored float32."""
+    """Added to the logit of each row, float32 or float16 [R]: log n for a row that stands for n equal ones."""
     key_basis: Basis | None = None
     """Basis that keys are stored in."""
     value_basis: Basis | None = None
@@ -61,8 +61,10 @@ class Rows(_Caching):
     """Vector added to keys, outside of their basis, rotated to the positions of rows."""
 
     def __post_init__(self) -> None:
-        if self.log_weight is not None and self.log_weight.dtype in _WEIGHTS:
-            object.__setattr__(self, "log_weight", self.log_weight.float().contiguous())
+        weight = self.log_weight
+        if weight is not None and weight.dtype in _WEIGHTS:
+            # Kernels of a GPU convert in registers.
+            object.__setattr__(self, "log_weight", (weight if weight.is_cuda else weight.float()).contiguous())
 
     @property
     def count(self) -> int:

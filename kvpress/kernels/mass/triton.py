@@ -40,7 +40,7 @@ def _kernel(
     keys = tl.load(KEYS + row[None, :] * key_stride + d[:, None], mask=live[None, :] & live_d[:, None], other=0.0)
     out = tl.zeros([BN], tl.float32)
     if LOG_WEIGHT is not None:
-        log_weight = tl.load(LOG_WEIGHT + row, mask=live, other=0.0) * online.LOG2E
+        log_weight = tl.load(LOG_WEIGHT + row, mask=live, other=0.0).to(tl.float32) * online.LOG2E
     queries = tl.where(first_key < length, M, 0)  # blocks past the end of the stream read no queries
     for first in tl.range(0, queries, BM):
         m = first + tl.arange(0, BM)

@@ -20,7 +20,8 @@ def encode(
     blocks = blocks.view(-1, group[0], channels // group[1], group[1])
     low, high = blocks.amin((1, 3)), blocks.amax((1, 3))
     zero = low.to(parameters)
-    scale = ((high - zero.float()) / (2**bits - 1)).clamp_min(0).to(parameters)
+    # A GPU multiplies by the inverse of a divisor that is a number, which rounds differently from a quotient.
+    scale = ((high - zero.float()) / torch.full_like(high, 2**bits - 1)).clamp_min(0).to(parameters)
     step = torch.where(scale == 0, 1.0, scale.float())[:, None, :, None]
     codes = ((blocks - zero.float()[:, None, :, None]) / step).round_().clamp_(0, 2**bits - 1)
     packed = pack(codes.to(torch.uint8).view(-1, channels)[:rows], bits)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvpress.kernels import checks
-from kvpress.kernels.formats.operand import Ranges
+from kvpress.kernels.formats.operand import Listed, Ranges
 
 MOST_ROWS = 2**31 - 1
 """Largest row number, a 32-bit integer."""
@@ -42,3 +42,17 @@ def refusal(stream: int, capacity: int, most: Tensor | None) -> ValueError:
     """Return the error for a stream whose rows, or number of rows to choose, are out of range."""
     choice = "" if most is None else ", and choose from first + last to k of them"
     return ValueError(f"stream {stream} must have 0 to {capacity} rows, with numbers from 0 to {MOST_ROWS}{choice}")
+
+
+def check_blocks(chosen: Listed, blocks: Ranges, pairs: Ranges, size: int, longest: int) -> None:
+    """Refuse chosen blocks whose streams, block size or length do not match."""
+    streams = len(chosen.rows)
+    checks.shape("rows", chosen.rows, (streams, "K"), torch.int32)
+    for name, tensor in (
+        ("counts", chosen.counts), ("blocks.starts", blocks.starts), ("pairs.starts", pairs.starts),
+        ("pairs.lengths", pairs.lengths),
+    ):  # fmt: skip
+        checks.shape(name, tensor, (streams,), torch.int64)
+    checks.same_device(chosen.rows, chosen.counts, blocks.starts, pairs.starts, pairs.lengths)
+    if size < 1 or longest < 0:
+        raise ValueError(f"size must be at least 1 and longest at least 0, got {size} and {longest}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows with the largest scores in plain torch; the only back end on a GPU, and it never waits for one."""
+"""Rows with the largest scores in plain torch, without waiting for a GPU."""
 
 from __future__ import annotations
 
@@ -41,3 +41,15 @@ def _check_streams(capacity: int, where: Ranges, k: int, forced: int, most: Tens
         bad |= (most < lengths.clamp(max=forced)) | (torch.minimum(most, lengths) > k)
     if bad.any():
         raise refusal(int(bad.int().argmax()), capacity, most)
+
+
+def of_blocks(
+    chosen: Tensor, chosen_counts: Tensor, blocks: Ranges, pairs: Ranges, size: int, longest: int
+) -> tuple[Tensor, Tensor]:
+    """Return row numbers and counts; arguments and results as in `kvpress.kernels.rows_of_blocks`."""
+    device = chosen.device
+    rank = (chosen - blocks.starts[:, None])[..., None] * size + torch.arange(size, device=device)
+    is_chosen = torch.arange(chosen.shape[1], device=device) < chosen_counts[:, None]
+    exists = (is_chosen[..., None] & (rank < pairs.lengths[:, None, None])).flatten(1)
+    rows = (rank.flatten(1) + pairs.starts[:, None]).masked_fill(~exists, 0)
+    return rows[:, : min(rows.shape[1], longest)].int(), exists.sum(dim=1)

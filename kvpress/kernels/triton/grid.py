@@ -11,7 +11,9 @@ import torch
 REGISTERS = 65536
 """Registers of a multiprocessor on every supported chip."""
 
-MOST_SPLITS = 128
+MOST_SPLITS, LEAST_BLOCKS = 128, 2
+"""Most splits of a stream, and fewest blocks of a split."""
+
 TILE_BYTES = 32 * 1024
 """Most key and value bytes of a pipeline stage: three stages fit into the shared memory of every supported chip."""
 
@@ -21,20 +23,31 @@ WITHOUT_DEVICE = 8
 
 @dataclass(frozen=True)
 class LaunchGrid:
-    """Grid of programs."""
+    """Grid of programs of a split-KV kernel; `online.split_of` assigns streams to them."""
 
     streams: int
     """Number of streams."""
     splits: int
-    """Splits of each stream's rows."""
+    """Programs among which the rows of all streams are divided; 0 where one program reads a stream."""
     tiles: int
     """Tiles of each stream's query rows."""
     rows: int
     """Query rows of a tile."""
 
     @property
-    def programs(self) -> tuple[int, int, int]:
-        return self.streams, self.splits, self.tiles
+    def results(self) -> int:
+        """Number of partial results: an upper bound, since splits hold whole blocks of one stream."""
+        return self.splits + self.streams
+
+    @property
+    def programs(self) -> tuple[int, int]:
+        """Size of the grid."""
+        return self.results, self.tiles
+
+    @property
+    def padded_streams(self) -> int:
+        """Number of streams, padded to a power of two; 0 where one program reads a stream."""
+        return padded(self.streams, 1) if self.splits else 0
 
 
 def plan(
@@ -54,9 +67,10 @@ def plan(
     streams, queries = q.shape[:2]
     rows = min(max_rows, padded(queries, min_rows))
     tiles = -(-queries // rows)
-    fitting = resident * _multiprocessors(q.device) // max(1, streams * tiles)
-    useful = capacity // (2 * block)
-    return LaunchGrid(streams, max(1, min(fitting, useful, MOST_SPLITS)), tiles, rows)
+    fitting = resident * _multiprocessors(q.device) // max(1, tiles)
+    useful = capacity // (LEAST_BLOCKS * block)
+    splits = min(fitting, useful * streams) if fitting > streams and useful > 1 else 0
+    return LaunchGrid(streams, splits, tiles, rows)
 
 
 def resident(warps: int, registers: int | None, limit: int) -> int:

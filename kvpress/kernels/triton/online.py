@@ -11,16 +11,54 @@ the quotient.
 import triton
 import triton.language as tl
 
+from kvpress.kernels.triton import grid
+
+MOST_SPLITS, LEAST_BLOCKS = tl.constexpr(grid.MOST_SPLITS), tl.constexpr(grid.LEAST_BLOCKS)
 LIFT = tl.constexpr(15)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def share(length, BLOCK: tl.constexpr):
-    """Return the first row of this program's split and the end of it: whole blocks, as many in every split."""
-    chunk = tl.cdiv(tl.cdiv(length, tl.num_programs(1)), BLOCK) * BLOCK
-    first = tl.program_id(1) * chunk
+def splits_of(LENGTHS, streams, splits, BLOCK: tl.constexpr, NP: tl.constexpr):
+    """Divide the blocks of all streams among `splits` programs, each with blocks of one stream, about as many in every one.
+
+    Long streams get more programs than short ones, so that none ends late. Nothing is read by the host: a recorded launch
+    follows the lengths.
+
+    Returns:
+        Number of programs of each stream, and of it and all before it, int32 [NP].
+    """
+    stream = tl.arange(0, NP)
+    blocks = tl.cdiv(tl.load(LENGTHS + stream, mask=stream < streams, other=0).to(tl.int32), BLOCK)
+    fewest = tl.maximum(LEAST_BLOCKS, tl.cdiv(tl.max(blocks, 0), MOST_SPLITS))
+    counts = tl.cdiv(blocks, tl.maximum(fewest, tl.cdiv(tl.sum(blocks, 0), splits)))
+    return counts, tl.cumsum(counts, 0)
+
+
+@triton.jit
+def split_of(LENGTHS, streams, splits, BLOCK: tl.constexpr, NP: tl.constexpr):
+    """Return the stream of this program, the number of its split, and the splits of the stream.
+
+    Programs without work get a split past the last one. One program reads a stream where NP is 0.
+    """
+    program = tl.program_id(0)
+    if NP == 0:
+        return program.to(tl.int64), 0, 1
+    else:
+        counts, ends = splits_of(LENGTHS, streams, splits, BLOCK, NP)
+        n = tl.minimum(tl.sum((ends <= program).to(tl.int32), 0), streams - 1)
+        is_own = tl.arange(0, NP) == n
+        count = tl.sum(tl.where(is_own, counts, 0), 0)
+        before = tl.sum(tl.where(is_own, ends, 0), 0) - count
+        return n.to(tl.int64), program - before, tl.maximum(count, 1)
+
+
+@triton.jit
+def share(length, split, splits, BLOCK: tl.constexpr):
+    """Return the first row of a split and the end of it: whole blocks, as many in every split of the stream."""
+    chunk = tl.cdiv(tl.cdiv(length, splits), BLOCK) * BLOCK
+    first = split * chunk
     return first, tl.minimum(first + chunk, length)
 
 

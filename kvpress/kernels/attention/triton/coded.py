@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvpress.kernels.attention.triton import correction
-from kvpress.kernels.attention.triton.merge import merged, partials
+from kvpress.kernels.attention.triton.merge import Partials, partials
 from kvpress.kernels.attention.triton.operand import causal, offsets, positions, streams, width
 from kvpress.kernels.formats.coded import Coded
 from kvpress.kernels.formats.correction import Correction
@@ -139,19 +139,20 @@ def _rotated_outliers(
     return products
 
 
-@triton.jit(do_not_specialize=["M", "width", "places", "books", "causal"])
+@triton.jit(do_not_specialize=["M", "streams", "splits", "width", "places", "books", "causal"])
 def _kernel(
     Q, KEY_CODES, KEY_BOOK, KEY_SCALE, VALUE_CODES, VALUE_BOOK, VALUE_SCALE, LISTED, STARTS, LENGTHS, STREAM,
     COARSE, FINE, SHIFT, POSITIONS, KEY_TERMS, VALUE_TERMS, LOG_WEIGHT, OFFSETS, OUT, LSE,
-    key_stride, value_stride, M, width, places, books, causal, scale, softcap,
+    key_stride, value_stride, M, streams, splits, width, places, books, causal, scale, softcap,
     KB: tl.constexpr, KG: tl.constexpr, KBG: tl.constexpr, KE: tl.constexpr, KC: tl.constexpr,
     VB: tl.constexpr, VG: tl.constexpr, VBG: tl.constexpr, VE: tl.constexpr, VC: tl.constexpr,
     HALF: tl.constexpr, KS: tl.constexpr, KSP: tl.constexpr, KHP: tl.constexpr, KRP: tl.constexpr,
-    VCP: tl.constexpr, VGP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HIGH: tl.constexpr,
+    VCP: tl.constexpr, VGP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, NP: tl.constexpr, HIGH: tl.constexpr,
 ):  # fmt: skip
     D: tl.constexpr = KG * KC
-    n = tl.program_id(0).to(tl.int64)  # 64 bits: row * stride overflows int32 at 128k rows of 8 heads
-    m = tl.program_id(2) * BM + tl.arange(0, BM)
+    # n has 64 bits: row * stride overflows int32 at 128k rows of 8 heads.
+    n, split, split_count = online.split_of(LENGTHS, streams, splits, BN, NP)
+    m = tl.program_id(1) * BM + tl.arange(0, BM)
     i = tl.arange(0, BN)
     live_m = m < M
     length = tl.load(LENGTHS + n).to(tl.int32)
@@ -185,7 +186,7 @@ def _kernel(
     value_first, value_channel, value_delta = VALUE_TERMS
     if value_first is not None:
         outliers = tl.zeros([correction.LOW, BM * HIGH], tl.float32)
-    first, last = online.share(length, BN)
+    first, last = online.share(length, split, split_count, BN)
     for at in tl.range(first, last, BN, num_stages=STAGES):
         live = at + i < last
         if LISTED is None:
@@ -235,7 +236,7 @@ def _kernel(
             )
         logits = online.to_logits(products, scale, softcap)
         if LOG_WEIGHT is not None:
-            logits += tl.load(LOG_WEIGHT + base + row, mask=live, other=0.0)[None, :] * online.LOG2E
+            logits += tl.load(LOG_WEIGHT + base + row, mask=live, other=0.0).to(tl.float32)[None, :] * online.LOG2E
         logits = tl.where(live[None, :] & (at + i[None, :] < limit[:, None]), logits, -float("inf"))
         weights, keep, largest, total = online.update(logits, largest, total)
         if value_first is not None:
@@ -253,7 +254,7 @@ def _kernel(
             values = (values.to(tl.float32) * value_scale[:, None]).to(VALUE_BOOK.dtype.element_ty)
         acc = tl.dot(weights.to(values.dtype), values, acc * keep[:, None], input_precision="ieee")
 
-    out_row = (n * tl.num_programs(1) + tl.program_id(1)) * M + m
+    out_row = tl.program_id(0).to(tl.int64) * M + m
     norm = online.store_lse(LSE, out_row, live_m, largest, total)
     if value_first is not None:
         column = tl.arange(0, VGP * VCP)
@@ -266,10 +267,8 @@ def _kernel(
     tl.store(to, out, mask=live_m[:, None, None] & live_v[None, :, :])
 
 
-def launch(
-    q: Tensor, rows: Rows, where: Where, options: Options, added: Products | None = None
-) -> tuple[Tensor, Tensor]:
-    """Run the kernel; arguments and results as in `kvpress.kernels.attention.triton.decode`."""
+def launch(q: Tensor, rows: Rows, where: Where, options: Options, added: Products | None = None) -> Partials:
+    """Run the kernel; arguments as in `kvpress.kernels.attention.triton.launch`."""
     keys, values = rows.keys, rows.values
     assert isinstance(keys, Coded) and isinstance(values, Coded)  # noqa: S101, PT018 - for the type checker
     half = 0 if keys.rotary is None else keys.rotary.fine.shape[2]
@@ -280,8 +279,8 @@ def launch(
     most_registers = registers(scaled, keys.correction is not None or values.correction is not None)
     fitting = resident(WARPS, most_registers, RESIDENT)
     grid = plan(q, where.most_rows(rows.count), block, fitting, LEAST_ROWS, MOST_ROWS)
-    out, lse = partials(q, grid.splits, values.channels)
-    if lse.numel():
+    results = partials(q, grid, where.lengths, block, values.channels)
+    if results.lse.numel():
         _kernel[grid.programs](
             q.contiguous(),
             keys.codes,
@@ -297,11 +296,13 @@ def launch(
             outliers(values),
             rows.log_weight,
             offsets(added),
-            out,
-            lse,
+            results.out,
+            results.lse,
             keys.codes.stride(0),
             values.codes.stride(0),
             q.shape[1],
+            grid.streams,
+            grid.splits,
             width(where),
             positions(added),
             keys.book.shape[0],
@@ -323,11 +324,12 @@ def launch(
             value.rest_padded,
             grid.rows,
             block,
+            grid.padded_streams,
             padded(values.channels) // correction.LOW.value,
             num_warps=WARPS,
             maxnreg=most_registers,
         )
-    return merged(out, lse)
+    return results
 
 
 def outliers(side: Coded) -> tuple[Tensor | None, ...]:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpress.kernels.attention.triton.merge import merged, partials
+from kvpress.kernels.attention.triton.merge import Partials, partials
 from kvpress.kernels.attention.triton.operand import causal, offsets, positions, streams, width
 from kvpress.kernels.formats.offset import Products
 from kvpress.kernels.formats.operand import Options, Rows, Where
@@ -25,14 +25,16 @@ RESIDENT = 3
 """Programs that fit on a multiprocessor at once: three stages of a tile take up to 64 KiB of shared memory."""
 
 
-@triton.jit(do_not_specialize=["M", "width", "causal", "places"])
+@triton.jit(do_not_specialize=["M", "streams", "splits", "width", "causal", "places"])
 def _kernel(
     Q, KEYS, VALUES, LISTED, STARTS, LENGTHS, LOG_WEIGHT, OFFSETS, OUT, LSE,
-    key_stride, value_stride, M, width, places, causal, scale, softcap,
+    key_stride, value_stride, M, streams, splits, width, places, causal, scale, softcap,
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    NP: tl.constexpr,
 ):  # fmt: skip
-    n = tl.program_id(0).to(tl.int64)  # 64 bits: row * stride overflows int32 at 128k rows of 8 heads
-    m = tl.program_id(2) * BM + tl.arange(0, BM)
+    # n has 64 bits: row * stride overflows int32 at 128k rows of 8 heads.
+    n, split, split_count = online.split_of(LENGTHS, streams, splits, BN, NP)
+    m = tl.program_id(1) * BM + tl.arange(0, BM)
     d, dv, i = tl.arange(0, DP), tl.arange(0, DVP), tl.arange(0, BN)
     live_m, live_d, live_dv = m < M, d < D, dv < DV
 
@@ -50,7 +52,7 @@ def _kernel(
     largest = tl.full([BM], -float("inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, DVP], tl.float32)
-    first, last = online.share(length, BN)
+    first, last = online.share(length, split, split_count, BN)
     for at in tl.range(first, last, BN):
         live = at + i < last
         if LISTED is None:
@@ -65,7 +67,7 @@ def _kernel(
             )
         logits = online.to_logits(products, scale, softcap)
         if LOG_WEIGHT is not None:
-            logits += tl.load(LOG_WEIGHT + row, mask=live, other=0.0)[None, :] * online.LOG2E
+            logits += tl.load(LOG_WEIGHT + row, mask=live, other=0.0).to(tl.float32)[None, :] * online.LOG2E
         logits = tl.where(live[None, :] & (at + i[None, :] < limit[:, None]), logits, -float("inf"))
         weights, keep, largest, total = online.update(logits, largest, total)
         values = tl.load(
@@ -73,23 +75,21 @@ def _kernel(
         )
         acc = tl.dot(weights.to(values.dtype), values, acc * keep[:, None], input_precision="ieee")
 
-    out_row = (n * tl.num_programs(1) + tl.program_id(1)) * M + m
+    out_row = tl.program_id(0).to(tl.int64) * M + m
     norm = online.store_lse(LSE, out_row, live_m, largest, total)
     mask = live_m[:, None] & live_dv[None, :]
     tl.store(OUT + out_row[:, None] * DV + dv[None, :], acc * norm[:, None], mask=mask)
 
 
-def launch(
-    q: Tensor, rows: Rows, where: Where, options: Options, added: Products | None = None
-) -> tuple[Tensor, Tensor]:
-    """Run the kernel; arguments and results as in `kvpress.kernels.attention.triton.decode`."""
+def launch(q: Tensor, rows: Rows, where: Where, options: Options, added: Products | None = None) -> Partials:
+    """Run the kernel; arguments as in `kvpress.kernels.attention.triton.launch`."""
     keys, values = rows.keys.storage, rows.values.storage
     D, DV = keys.shape[1], values.shape[1]
     DP, DVP = padded(D), padded(DV)
     block = block_rows(DP + DVP, keys.element_size())
     grid = plan(q, where.most_rows(rows.count), block, RESIDENT)
-    out, lse = partials(q, grid.splits, DV)
-    if lse.numel():
+    results = partials(q, grid, where.lengths, block, DV)
+    if results.lse.numel():
         _kernel[grid.programs](
             q.contiguous(),
             keys,
@@ -97,11 +97,13 @@ def launch(
             *streams(where),
             rows.log_weight,
             offsets(added),
-            out,
-            lse,
+            results.out,
+            results.lse,
             keys.stride(0),
             values.stride(0),
             q.shape[1],
+            grid.streams,
+            grid.splits,
             width(where),
             positions(added),
             causal(options),
@@ -113,7 +115,8 @@ def launch(
             DVP,
             grid.rows,
             block,
+            grid.padded_streams,
             num_warps=4,
             num_stages=3,
         )
-    return merged(out, lse)
+    return results

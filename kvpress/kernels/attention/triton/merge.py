@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Merge partial attention over disjoint rows by its log-sum-exps, in one launch.
 
-    parts [N, S, M, Dv]    part_lse [N, S, M]    out [N, M, Dv]    lse [N, M]      float32
+    out [N, M, Dv]    lse [N, M]    of parts s with outputs [M, Dv] and log-sum-exps [M] each, float32
 
-    lse = log sum_s exp(part_lse[s]),   out = sum_s exp(part_lse[s] - lse) parts[s]
+    lse = log sum_s exp(lse_s),   out = sum_s exp(lse_s - lse) out_s
 
-Parts are the splits of one tensor, or several results [N, M, Dv], which are not copied. Parts without rows have ``lse = -inf``
-and are ignored; where all have it, ``out = 0`` and ``lse = -inf``.
+Parts of a stream are the splits of one or several decode launches, and results [N, M, Dv]; none is copied. Parts without rows
+have ``lse = -inf`` and are ignored; where all have it, ``out = 0`` and ``lse = -inf``.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -14,33 +14,50 @@ and are ignored; where all have it, ``out = 0`` and ``lse = -inf``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpress.kernels import checks
+from kvpress.kernels.triton import online
 from kvpress.kernels.triton.device import on_device
-from kvpress.kernels.triton.grid import padded
+from kvpress.kernels.triton.grid import LaunchGrid, padded
 from kvpress.kernels.triton.online import LN2, LOG2E
 
 SPLIT_BLOCK = 16
 """Splits that are read at a time."""
 
 
-def reference(parts: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge in plain torch, float32: the ground truth."""
-    lse = part_lse.logsumexp(1)
-    weights = torch.exp(part_lse - lse.clamp_min(torch.finfo(torch.float32).min)[:, None])
-    return (weights[..., None] * parts).sum(1), lse
+@dataclass(frozen=True)
+class Partials:
+    """Results of the programs of one launch, before they are merged."""
+
+    out: Tensor
+    """Outputs of each program, float32 [P, M, Dv]; P is N where a program reads a whole stream."""
+    lse: Tensor
+    """Log-sum-exps of each program, float32 [P, M]."""
+    lengths: Tensor | None = None
+    """Rows of each stream, int64 [N]; None where a program reads a whole stream."""
+    splits: int = 0
+    """Programs among which the rows are divided, and the rows per block; see `online.splits_of`."""
+    block: int = 1
 
 
-@triton.jit(do_not_specialize=["splits", "M"])
+def partials(q: Tensor, grid: LaunchGrid, lengths: Tensor, block: int, channels: int) -> Partials:
+    """Allocate the results of a grid for queries [N, M, D] and outputs of `channels` channels."""
+    shape = (grid.results, q.shape[1])
+    out, lse = q.new_empty(*shape, channels, dtype=torch.float32), q.new_empty(shape, dtype=torch.float32)
+    return Partials(out, lse, lengths.contiguous() if grid.splits else None, grid.splits, block)
+
+
+@triton.jit(do_not_specialize=["streams", "M"])
 def _kernel(
-    PARTS, PART_LSES, OUT, LSE, splits, M, COUNT: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, BLOCK: tl.constexpr
+    OUTS, LSES, LENGTHS, OUT, LSE, streams, M, SPLITS: tl.constexpr, BLOCKS: tl.constexpr, COUNT: tl.constexpr,
+    NP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Merge the query row of this program over the splits of COUNT results."""
+    """Merge the query row of this program over the parts of COUNT launches."""
     row = tl.program_id(0).to(tl.int64)
     n, m = row // M, row % M
     d = tl.arange(0, DVP)
@@ -49,19 +66,17 @@ def _kernel(
     total = tl.zeros([1], tl.float32)
     acc = tl.zeros([DVP], tl.float32)
     for i in tl.static_range(COUNT):
-        for first in tl.range(0, splits, BLOCK):
-            s = first + tl.arange(0, BLOCK)
-            at = (n * splits + s) * M + m
-            lse = tl.load(PART_LSES[i] + at, mask=s < splits, other=-float("inf")) * LOG2E
-            new = tl.maximum(largest, tl.max(lse, 0))
-            safe = tl.where(new == -float("inf"), 0.0, new)
-            keep, weights = tl.exp2(largest - safe), tl.exp2(lse - safe)
-            # Outputs of a part without rows are not read: they need not be finite.
-            used = (weights > 0)[:, None] & live_d[None, :]
-            part = tl.load(PARTS[i] + at[:, None] * DV + d[None, :], mask=used, other=0.0)
-            acc = acc * keep + tl.sum(part * weights[:, None], 0)
-            total = total * keep + tl.sum(weights, 0)
-            largest = new
+        if LENGTHS[i] is None:
+            lse, part = _load(LSES[i], OUTS[i], row + tl.arange(0, 1), row + 1, 0, 1, d, live_d, DV)
+            largest, total, acc = _merged(largest, total, acc, lse, part)
+        else:
+            counts, ends = online.splits_of(LENGTHS[i], streams, SPLITS[i], BLOCKS[i], NP)
+            is_own = tl.arange(0, NP) == n
+            count, end = tl.sum(tl.where(is_own, counts, 0), 0), tl.sum(tl.where(is_own, ends, 0), 0)
+            for first in tl.range(end - count, end, BLOCK):
+                s = (first + tl.arange(0, BLOCK)).to(tl.int64)
+                split_lse, split_part = _load(LSES[i], OUTS[i], s, end, m, M, d, live_d, DV)
+                largest, total, acc = _merged(largest, total, acc, split_lse, split_part)
     seen = total != 0  # NaN counts as seen and stays NaN
     safe_total = tl.where(seen, total, 1.0)
     tl.store(OUT + row * DV + d, acc / safe_total, mask=live_d)
@@ -69,50 +84,61 @@ def _kernel(
     tl.store(LSE + row + index, tl.where(seen, (largest + tl.log2(safe_total)) * LN2, -float("inf")))
 
 
-def merge(parts: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge S partial results per stream; shapes as in the module's docstring."""
-    checks.shape("parts", parts, ("N", "S", "M", "Dv"), torch.float32)
-    checks.shape("part_lse", part_lse, tuple(parts.shape[:3]), torch.float32)
-    checks.same_device(parts, part_lse)
-    streams, splits, queries, channels = parts.shape
-    out, lse = parts.new_empty(streams, queries, channels), parts.new_empty(streams, queries)
-    return _launch(out, lse, [(parts, part_lse)], splits, SPLIT_BLOCK)
+@triton.jit
+def _load(LSE, OUT, s, end, m, M, d, live_d, DV: tl.constexpr):
+    """Load the log-sum-exps of parts s, in base 2, and outputs: those of a part without rows need not be finite."""
+    at = s * M + m
+    lse = tl.load(LSE + at, mask=s < end, other=-float("inf")) * LOG2E
+    mask = (lse > -float("inf"))[:, None] & live_d[None, :]
+    return lse, tl.load(OUT + at[:, None] * DV + d[None, :], mask=mask, other=0.0)
 
 
-def merge_results(results: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Merge checked results; arguments and results as in `kvpress.kernels.merge`."""
-    out, lse = (torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in results[0])
-    return _launch(out, lse, results, 1, 1)
+@triton.jit
+def _merged(largest, total, acc, lse, part):
+    """Add parts with log-sum-exps `lse` in base 2 to the sums."""
+    new = tl.maximum(largest, tl.max(lse, 0))
+    safe = tl.where(new == -float("inf"), 0.0, new)
+    keep, weights = tl.exp2(largest - safe), tl.exp2(lse - safe)
+    return new, total * keep + tl.sum(weights, 0), acc * keep + tl.sum(part * weights[:, None], 0)
 
 
 @on_device
-def _launch(
-    out: Tensor, lse: Tensor, results: Sequence[tuple[Tensor, Tensor]], splits: int, block: int
-) -> tuple[Tensor, Tensor]:
-    streams, queries, channels = out.shape
+def merge(shape: Tensor, parts: Sequence[Partials]) -> tuple[Tensor, Tensor]:
+    """Merge the parts of every stream.
+
+    Args:
+        shape: a tensor [N, M, ...], such as the queries.
+        parts: results of launches on the same queries.
+
+    Returns:
+        Outputs [N, M, Dv] and log-sum-exp [N, M], float32.
+    """
+    first, (streams, queries) = parts[0], shape.shape[:2]
+    if len(parts) == 1 and first.lengths is None:
+        return first.out, first.lse
+    channels = first.out.shape[-1]
+    out, lse = first.out.new_empty(streams, queries, channels), first.lse.new_empty(streams, queries)
     if out.numel():
+        is_split = any(part.lengths is not None for part in parts)
         _kernel[(streams * queries,)](
-            tuple(result[0].detach().contiguous() for result in results),
-            tuple(result[1].detach().contiguous() for result in results),
+            tuple(part.out for part in parts),
+            tuple(part.lse for part in parts),
+            tuple(part.lengths for part in parts),
             out,
             lse,
-            splits,
+            streams,
             queries,
-            len(results),
+            tuple(part.splits for part in parts),
+            tuple(part.block for part in parts),
+            len(parts),
+            padded(streams, 1) if is_split else 0,
             channels,
             padded(channels),
-            block,
+            SPLIT_BLOCK,
         )
     return out, lse
 
 
-def partials(q: Tensor, splits: int, channels: int) -> tuple[Tensor, Tensor]:
-    """Allocate outputs [N, splits, M, channels] and log-sum-exp [N, splits, M] for the splits of every stream, float32."""
-    streams, queries = q.shape[:2]
-    shape = (streams, splits, queries)
-    return q.new_empty(*shape, channels, dtype=torch.float32), q.new_empty(shape, dtype=torch.float32)
-
-
-def merged(parts: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge the results of all splits; a single split is returned as it is."""
-    return (parts[:, 0], part_lse[:, 0]) if parts.shape[1] == 1 else merge(parts, part_lse)
+def as_partials(results: Sequence[tuple[Tensor, Tensor]]) -> list[Partials]:
+    """Return results [N, M, Dv] and [N, M] as parts."""
+    return [Partials(out.detach().contiguous(), lse.detach().contiguous()) for out, lse in results]

@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from kvpress.kernels.attention.triton import correction
-from kvpress.kernels.attention.triton.merge import merged, partials
+from kvpress.kernels.attention.triton.merge import Partials, partials
 from kvpress.kernels.attention.triton.operand import causal, offsets, positions, streams, width
 from kvpress.kernels.attention.triton.packed_kernel import decode_kernel
 from kvpress.kernels.formats.correction import Correction
@@ -116,10 +116,8 @@ def outlier_tiles(channels: int) -> int:
     return padded(channels) // tile
 
 
-def launch(
-    q: Tensor, rows: Rows, where: Where, options: Options, added: Products | None = None
-) -> tuple[Tensor, Tensor]:
-    """Run the kernel; arguments and results as in `kvpress.kernels.attention.triton.decode`."""
+def launch(q: Tensor, rows: Rows, where: Where, options: Options, added: Products | None = None) -> Partials:
+    """Run the kernel; arguments as in `kvpress.kernels.attention.triton.launch`."""
     keys, values = rows.keys, rows.values
     assert isinstance(keys, Packed) and isinstance(values, Packed)  # noqa: S101, PT018 - for the type checker
     D, DV = keys.channels, values.channels
@@ -134,8 +132,8 @@ def launch(
     key_rank, value_rank = rank(key_terms), rank(value_terms)
     fitting = resident(bounds.warps, bounds.registers, RESIDENT)
     grid = plan(q, where.most_rows(rows.count), block, fitting, LEAST_ROWS, bounds.queries)
-    out, lse = partials(q, grid.splits, DV)
-    if lse.numel():
+    results = partials(q, grid, where.lengths, block, DV)
+    if results.lse.numel():
         decode_kernel[grid.programs](
             q.contiguous(),
             keys.codes,
@@ -154,9 +152,11 @@ def launch(
             values.levels,
             keys.row_scale,
             offsets(added),
-            out,
-            lse,
+            results.out,
+            results.lse,
             q.shape[1],
+            grid.streams,
+            grid.splits,
             width(where),
             positions(added),
             causal(options),
@@ -179,6 +179,7 @@ def launch(
             value.parts,
             grid.rows,
             block,
+            grid.padded_streams,
             key_rank,
             padded_rank(key_rank),
             value_rank,
@@ -192,7 +193,7 @@ def launch(
             num_stages=STAGES,
             maxnreg=bounds.registers,
         )
-    return merged(out, lse)
+    return results
 
 
 def scales(side: Packed) -> Tensor:

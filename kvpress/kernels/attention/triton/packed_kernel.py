@@ -33,24 +33,25 @@ QUERY_LIFT = tl.constexpr(32.0)
 """Largest element of a scaled query: times scales from 1e-5 to 2000, it fits a float16."""
 
 
-@triton.jit(do_not_specialize=["M", "width", "causal", "places"])
+@triton.jit(do_not_specialize=["M", "streams", "splits", "width", "causal", "places"])
 def decode_kernel(
     Q, KEYS, KEY_SCALE, KEY_ZERO, VALUES, VALUE_SCALE, VALUE_ZERO, KEY_GROUP, VALUE_GROUP,
     LISTED, STARTS, LENGTHS, LOG_WEIGHT, KEY_TERMS, VALUE_TERMS, KEY_LEVELS, VALUE_LEVELS, KEY_ROW_SCALE,
-    OFFSETS, OUT, LSE, M, width, places, causal, scale, softcap,
+    OFFSETS, OUT, LSE, M, streams, splits, width, places, causal, scale, softcap,
     D: tl.constexpr, K_BITS: tl.constexpr, K_GR: tl.constexpr, K_GC: tl.constexpr,
     DV: tl.constexpr, V_BITS: tl.constexpr, V_GR: tl.constexpr, V_GC: tl.constexpr,
     KC: tl.constexpr, KW: tl.constexpr, KP: tl.constexpr, KPARTS: tl.constexpr, FOLD: tl.constexpr,
     VC: tl.constexpr, VW: tl.constexpr, VP: tl.constexpr, VPARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    K_RANK: tl.constexpr, K_RP: tl.constexpr, V_RANK: tl.constexpr, V_RP: tl.constexpr, HIGH: tl.constexpr,
+    NP: tl.constexpr, K_RANK: tl.constexpr, K_RP: tl.constexpr, V_RANK: tl.constexpr, V_RP: tl.constexpr, HIGH: tl.constexpr,
     K_NARROW: tl.constexpr = 0, V_NARROW: tl.constexpr = 0, K_POINT: tl.constexpr = 0.0, V_POINT: tl.constexpr = 0.0,
 ):  # fmt: skip
     """Attend from a tile of queries to one split of a stream; `packed.ByteChunks` describes how keys and values are read."""
     K_SCALED: tl.constexpr = K_GC == D and not FOLD
     value_factor, value_basis, value_chunk, value_first, value_channel, value_delta = VALUE_TERMS
     V_SCALED: tl.constexpr = V_GC == DV and value_factor is None
-    n = tl.program_id(0).to(tl.int64)  # 64 bits: row * stride overflows int32 at 128k rows of 8 heads
-    m = tl.program_id(2) * BM + tl.arange(0, BM)
+    # n has 64 bits: row * stride overflows int32 at 128k rows of 8 heads.
+    n, split, split_count = online.split_of(LENGTHS, streams, splits, BN, NP)
+    m = tl.program_id(1) * BM + tl.arange(0, BM)
     j, jv, i = tl.arange(0, KP), tl.arange(0, VP), tl.arange(0, BN)
     live_m = m < M
 
@@ -84,7 +85,7 @@ def decode_kernel(
         unit = tl.full([], LEAST_UNIT, tl.int32).to(tl.float32, bitcast=True)
         zeros = tl.zeros([BM, ZEROS], tl.float32)
 
-    first, last = online.share(length + skipped, BN)
+    first, last = online.share(length + skipped, split, split_count, BN)
     # Loads of 16-bit levels are too small for asynchronous copies; explicit stages make Triton prefetch the codes.
     STAGES: tl.constexpr = None if KEY_LEVELS is None else 3
     for at in tl.range(first, last, BN, num_stages=STAGES):
@@ -149,7 +150,7 @@ def decode_kernel(
             products += offset * (1 / highest * QUERY_LIFT)[:, None]
         logits = online.to_logits(products, factor[:, None], softcap)
         if LOG_WEIGHT is not None:
-            logits += tl.load(LOG_WEIGHT + row, mask=live, other=0.0)[None, :] * online.LOG2E
+            logits += tl.load(LOG_WEIGHT + row, mask=live, other=0.0).to(tl.float32)[None, :] * online.LOG2E
         logits = tl.where(live[None, :] & (at + i[None, :] < limit[:, None]), logits, -float("inf"))
         weights, keep, largest, total = online.update(logits, largest, total)
         weights_of_rows = weights
@@ -206,7 +207,7 @@ def decode_kernel(
                 weights, acc, value_factor, value_basis, value_chunk, row, live, jv, DV, V_RANK, V_RP, VC, VW, VPARTS
             )
 
-    out_row = (n * tl.num_programs(1) + tl.program_id(1)) * M + m
+    out_row = tl.program_id(0).to(tl.int64) * M + m
     norm = online.store_lse(LSE, out_row, live_m, largest, total)
     if V_SCALED:
         zero_term = tl.max(zeros, 1)  # columns are equal

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers of the rows with the largest scores in Triton: a radix selection, in one launch.
+
+One program serves a stream. Scores are mapped to integers of 32 bits in the same order. Four passes count the values of 8 bits
+each, from the highest, and find the smallest chosen integer; a fifth lists the rows above it, and as many equal ones as fit, in
+ascending order.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvpress.kernels.formats.operand import Ranges
+from kvpress.kernels.triton.device import on_device
+
+BLOCK, WARPS = 4096, 16
+"""Scores that a program reads at a time: 8 of each thread."""
+
+COLUMNS = 1024
+"""Rows of chosen blocks that a program lists."""
+
+
+@triton.jit
+def _order(scores):
+    """Map float32 to uint32 in the same order: -0.0 like 0.0, NaN below minus infinity."""
+    bits = tl.where(scores == 0, 0.0, scores).to(tl.int32, bitcast=True)
+    signed = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    unsigned = signed.to(tl.uint32, bitcast=True) ^ 0x80000000
+    return tl.where(scores == scores, unsigned, tl.zeros_like(unsigned))
+
+
+@triton.jit(do_not_specialize=["capacity", "width", "first", "last"])
+def _kernel(
+    SCORES, STARTS, LENGTHS, MOST, ROWS, COUNTS, stride, capacity, width, first, last, BLOCK: tl.constexpr
+):  # fmt: skip
+    n = tl.program_id(0).to(tl.int64)
+    length = tl.minimum(tl.load(LENGTHS + n), capacity).to(tl.int32)
+    count = tl.minimum(length, width)
+    if MOST is not None:
+        count = tl.minimum(count, tl.load(MOST + n).to(tl.int32))
+    # Rows below `low` and from `high` on are always chosen, and `wanted` of the others.
+    low = tl.minimum(first, length)
+    high = tl.maximum(length - last, low)
+    wanted = count - (length - (high - low))
+    SCORES += n * stride
+    i = tl.arange(0, BLOCK)
+    digits = tl.arange(0, 256)
+
+    smallest = tl.zeros([], tl.uint32)
+    for step in tl.static_range(4):
+        shift = 24 - 8 * step
+        histogram = tl.zeros([256], tl.int32)
+        for at in tl.range(low, high, BLOCK):
+            live = at + i < high
+            key = _order(tl.load(SCORES + at + i, mask=live, other=0.0))
+            if step > 0:
+                live = live & ((key >> (shift + 8)) == smallest)
+            histogram += tl.histogram(((key >> shift) & 255).to(tl.int32), 256, live)
+        from_digit = tl.cumsum(histogram, 0, reverse=True)
+        digit = tl.sum((from_digit >= wanted).to(tl.int32), 0) - 1
+        wanted -= tl.sum(tl.where(digits > digit, histogram, 0), 0)
+        smallest = (smallest << 8) | digit.to(tl.uint32)
+
+    ROWS += n * width
+    start = tl.load(STARTS + n)
+    taken = low * 0
+    for at in tl.range(0, length, BLOCK):
+        rank = at + i
+        live = rank < length
+        key = _order(tl.load(SCORES + rank, mask=live, other=0.0))
+        is_open = (rank >= low) & (rank < high)
+        ties = (is_open & (key == smallest)).to(tl.int32)
+        chosen = live & ((is_open == 0) | (key > smallest) | ((ties > 0) & (tl.cumsum(ties, 0) <= wanted)))
+        wanted -= tl.sum(ties, 0)
+        place = taken + tl.cumsum(chosen.to(tl.int32), 0) - 1
+        tl.store(ROWS + place, (start + rank).to(tl.int32), mask=chosen & (place < width))
+        taken += tl.sum(chosen.to(tl.int32), 0)
+    for at in tl.range(count, width, BLOCK):
+        tl.store(ROWS + at + i, tl.zeros([BLOCK], tl.int32), mask=at + i < width)
+    tl.store(COUNTS + n, count.to(tl.int64))
+
+
+@on_device
+def choose(
+    scores: Tensor, where: Ranges, k: int, first: int = 0, last: int = 0, most: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Run the kernel on checked arguments; arguments and results as in `kvpress.kernels.top_rows`."""
+    streams, capacity = scores.shape
+    rows = torch.empty(streams, min(k, capacity), dtype=torch.int32, device=scores.device)
+    counts = torch.empty(streams, dtype=torch.int64, device=scores.device)
+    if rows.numel():
+        _kernel[(streams,)](
+            scores,
+            where.starts.contiguous(),
+            where.lengths.contiguous(),
+            None if most is None else most.contiguous(),
+            rows,
+            counts,
+            scores.stride(0),
+            capacity,
+            rows.shape[1],
+            first,
+            last,
+            BLOCK,
+            num_warps=WARPS,
+        )
+    else:
+        counts.zero_()
+    return rows, counts
+
+
+@triton.jit(do_not_specialize=["K", "width"])
+def _blocks_kernel(
+    CHOSEN, CHOSEN_COUNTS, BLOCK_STARTS, PAIR_STARTS, PAIR_LENGTHS, ROWS, COUNTS, K, width, SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(1).to(tl.int64)
+    count = tl.load(CHOSEN_COUNTS + n).to(tl.int32)
+    first_block = tl.load(BLOCK_STARTS + n)
+    start, length = tl.load(PAIR_STARTS + n), tl.load(PAIR_LENGTHS + n)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    k = column // SIZE
+    block = tl.load(CHOSEN + n * K + k, mask=k < tl.minimum(count, K), other=0)
+    rank = (block - first_block) * SIZE + column % SIZE
+    exists = (k < count) & (rank < length)
+    tl.store(ROWS + n * width + column, tl.where(exists, start + rank, 0).to(tl.int32), mask=column < width)
+    if tl.program_id(0) == 0:
+        final = tl.load(CHOSEN + n * K + tl.maximum(count - 1, 0)) - first_block
+        tl.store(COUNTS + n, tl.where(count > 0, (count - 1) * SIZE + tl.minimum(SIZE, length - final * SIZE), 0))
+
+
+@on_device
+def of_blocks(
+    chosen: Tensor, chosen_counts: Tensor, blocks: Ranges, pairs: Ranges, size: int, longest: int
+) -> tuple[Tensor, Tensor]:
+    """Run the kernel on checked arguments; arguments and results as in `kvpress.kernels.rows_of_blocks`."""
+    streams, most = chosen.shape
+    device = chosen.device
+    rows = torch.empty(streams, min(most * size, longest), dtype=torch.int32, device=device)
+    counts = torch.empty(streams, dtype=torch.int64, device=device)
+    if rows.numel():
+        _blocks_kernel[(-(-rows.shape[1] // COLUMNS), streams)](
+            chosen.contiguous(),
+            chosen_counts.contiguous(),
+            blocks.starts.contiguous(),
+            pairs.starts.contiguous(),
+            pairs.lengths.contiguous(),
+            rows,
+            counts,
+            most,
+            rows.shape[1],
+            size,
+            COLUMNS,
+        )
+    else:
+        counts.zero_()
+    return rows, counts
