@@ -26,13 +26,14 @@ import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from benchmarks.cubin import disassemble, resource_usage  # noqa: E402
-from kvpress.kernels.attention.triton import coded, dense, merge, packed, packed_kernel  # noqa: E402
+from kvpress.kernels.attention.triton import basis, coded, dense, merge, packed, packed_kernel  # noqa: E402
 from kvpress.kernels.formats.packed import NARROW as NARROW_SCALES  # noqa: E402
 from kvpress.kernels.mass import triton as mass  # noqa: E402
 from kvpress.kernels.prefill import triton as prefill  # noqa: E402
 from kvpress.kernels.quantisation import triton as pack  # noqa: E402
 from kvpress.kernels.scores import triton as scores  # noqa: E402
 from kvpress.kernels.scores.contract import LABEL_BITS  # noqa: E402
+from kvpress.kernels.selection import triton as selection  # noqa: E402
 from kvpress.kernels.triton import grid  # noqa: E402
 
 CHIPS = (80, 90, 100, 120)
@@ -45,6 +46,9 @@ NARROW = {
     "int4 K16x1 V1x16 D80 M4": "rows of 40 bytes begin at multiples of 8",
 }
 """Why a variant that streams the cache copies fewer than 128 bits at a time."""
+
+STREAMS = 8
+"""Streams among which programs are divided."""
 
 TYPES = {"fp32": 4, "fp16": 2, "bf16": 2, "u8": 1}
 
@@ -101,7 +105,7 @@ def dense_variant(dtype: str, D: int, rows: int, *, listed: bool = False, weight
     pointers = {"Q": dtype, "KEYS": dtype, "VALUES": dtype, "LENGTHS": "i64", "OUT": "fp32", "LSE": "fp32"}
     pointers["LISTED" if listed else "STARTS"] = "i64"
     pointers |= {"LOG_WEIGHT": "fp32"} if weighted else {}
-    constants = {"D": D, "DV": D, "DP": padded, "DVP": padded, "BM": rows, "BN": block}
+    constants = {"D": D, "DV": D, "DP": padded, "DVP": padded, "BM": rows, "BN": block, "NP": STREAMS}
     name = f"dense{'-select' if listed else ''} {dtype} D{D} M{rows}{' weighted' if weighted else ''}"
     row_bytes = 2 * D * TYPES[dtype]
     scalars = {"key_stride": "aligned", "value_stride": "aligned"}
@@ -147,7 +151,7 @@ def packed_variant(
         "D": D, "K_BITS": bits, "K_GR": kg[0], "K_GC": kg[1], "DV": D, "V_BITS": bits, "V_GR": vg[0], "V_GC": vg[1],
         "KC": key.chunks, "KW": key.width, "KP": key.padded, "KPARTS": key.parts, "FOLD": fold,
         "VC": value.chunks, "VW": value.width, "VP": value.padded, "VPARTS": value.parts, "BM": rows, "BN": block,
-        "HIGH": packed.outlier_tiles(D), "K_NARROW": narrow, "V_NARROW": narrow,
+        "NP": STREAMS, "HIGH": packed.outlier_tiles(D), "K_NARROW": narrow, "V_NARROW": narrow,
         "K_POINT": (2**bits - 1) / 2 * centred, "V_POINT": (2**bits - 1) / 2 * centred,
     }  # fmt: skip
     for side in "KV":
@@ -190,7 +194,7 @@ def coded_variant(
     constants = {f"{side}{name}": size for side in "KV" for name, size in sizes.items()}
     constants |= {"HALF": half, "KS": key.span, "KSP": key.span_padded, "KHP": key.pair_padded, "KRP": key.rest_padded}
     block = coded.block_rows(2 * D, half, scaled)
-    constants |= {"VCP": value.span_padded, "VGP": value.rest_padded, "BM": rows, "BN": block}
+    constants |= {"VCP": value.span_padded, "VGP": value.rest_padded, "BM": rows, "BN": block, "NP": STREAMS}
     constants["HIGH"] = packed.outlier_tiles(D)
     pointers = {"Q": "bf16", "KEY_CODES": "u8", "KEY_BOOK": "fp16", "VALUE_CODES": "u8", "VALUE_BOOK": "fp16"}
     pointers |= {"LENGTHS": "i64", "OUT": "fp32", "LSE": "fp32"}
@@ -268,12 +272,39 @@ def prefill_variant(dtype: str, D: int, block: int, *, columns: bool = False) ->
 
 def other_variants() -> Iterator[Variant]:
     """Merging, statistics of weights, and quantise-and-pack."""
-    for name, count, block in (("merge D128", 1, merge.SPLIT_BLOCK), ("merge 3 results D128", 3, 1)):
-        constants: dict[str, Any] = {"COUNT": count, "DV": 128, "DVP": 128, "BLOCK": block}
-        tuples: dict[str, tuple[str | None, ...]] = dict.fromkeys(("PARTS", "PART_LSES"), ("*fp32",) * count)
-        floats = {"OUT": "fp32", "LSE": "fp32"}
+    for name, lengths in (("merge D128", ("*i64",)), ("merge 3 results D128", (None,) * 3)):
+        count, block = len(lengths), merge.SPLIT_BLOCK if lengths[0] else 1
+        constants: dict[str, Any] = {"SPLITS": (1056,) * count, "BLOCKS": (64,) * count, "COUNT": count, "NP": STREAMS}
+        constants |= {"DV": 128, "DVP": 128, "BLOCK": merge.SPLIT_BLOCK}
+        tuples: dict[str, tuple[str | None, ...]] = dict.fromkeys(("OUTS", "LSES"), ("*fp32",) * count)
+        tuples["LENGTHS"] = lengths
+        floats, limits = {"OUT": "fp32", "LSE": "fp32"}, merge.REGISTERS
         read_bytes = count * block * 129 * 4
-        yield Variant(name, merge._kernel, floats, constants, read_bytes, tuples=tuples, streams=False)
+        yield Variant(
+            name, merge._kernel, floats, constants, read_bytes, tuples=tuples, registers=limits, streams=False
+        )
+    pointers = {"SCORES": "fp32", "STARTS": "i64", "LENGTHS": "i64", "ROWS": "i32", "COUNTS": "i64"}
+    constants = {"BLOCK": selection.BLOCK, "FIELD": selection.FIELD}
+    sizes = dict.fromkeys(("stride", "capacity", "first", "last"), "any")
+    yield Variant(
+        "top rows",
+        selection._kernel,
+        pointers,
+        constants,
+        4 * selection.BLOCK,
+        sizes,
+        warps=selection.WARPS,
+        streams=False,
+    )
+    matrices = {"ROTATION": "fp32", "CENTRE": "bf16", "OUT": "fp32", "SHIFT": "fp32"}
+    constants = {"D": 128, "C": 128, "BM": basis.BM, "BC": basis.BC, "BK": basis.BK}
+    for name, kernel, tensors in (
+        ("enter basis D128", basis._enter_kernel, {"Q": "bf16"}),
+        ("leave basis D128", basis._leave_kernel, {"X": "fp32", "LSE": "fp32", "SHIFTED": "fp32"}),
+    ):
+        padding = {"DP": 128} if "enter" in name else {}
+        read_bytes = 4 * basis.BK * (basis.BM + basis.BC)
+        yield Variant(name, kernel, matrices | tensors, constants | padding, read_bytes, streams=False)
     for dtype, weighted in (("bf16", False), ("fp16", False), ("bf16", True)):
         pointers = {"Q": dtype, "KEYS": dtype, "QUERY_LSE": "fp32", "STARTS": "i64", "LENGTHS": "i64", "OUT": "fp32"}
         pointers |= {"LOG_WEIGHT": "fp32"} if weighted else {}
@@ -413,9 +444,9 @@ def compile_variant(variant: Variant, chip: int) -> Figures:
         elif variant.scalars.get(name) == "aligned":
             signature[name] = "i32"
             attributes[(index,)] = [["tt.divisibility", 16]]
-        elif name == "scale":
+        elif name in ("scale", "factor"):
             signature[name] = "fp32"
-        elif name in ("M", "R", "width", "splits", "books", *variant.scalars):
+        elif name in ("M", "R", "width", "streams", "splits", "books", *variant.scalars):
             signature[name] = "i32"
         else:  # an option that is not used
             signature[name], constants[name] = "constexpr", None

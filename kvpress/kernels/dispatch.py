@@ -109,7 +109,7 @@ def decode_parts(
         from kvpress.kernels.attention import triton as attention_triton
 
         launches = [attention_triton.launch(q, part.rows, part.where, options_of(part)) for part in joint]
-        out, lse = attention_triton.merge(q, [*attention_triton.as_partials(results), *launches])
+        out, lse = attention_triton.merge_partials(q, [*attention_triton.as_partials(results), *launches])
     elif joint:
         out, lse = attention_cpu.decode_parts(q, joint, options_of(joint[-1]), results)
     else:
@@ -171,7 +171,7 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     if device.available(out):
         from kvpress.kernels.attention import triton as attention_triton
 
-        return attention_triton.merge(out, attention_triton.as_partials(parts))
+        return attention_triton.merge_partials(out, attention_triton.as_partials(parts))
     return attention_reference.merge(parts)
 
 

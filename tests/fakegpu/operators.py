@@ -120,13 +120,13 @@ def labels(s: Shape) -> None:
 
 def merge(s: Shape) -> None:
     """Merge two results with the splits of a launch."""
-    from kvpress.kernels.attention.triton import as_partials, merge
+    from kvpress.kernels.attention.triton import as_partials, merge_partials
     from kvpress.kernels.attention.triton.merge import partials
     from kvpress.kernels.triton.grid import plan
 
     result = empty(s.streams, s.queries, s.channels, dtype=torch.float32), empty(s.streams, s.queries).float()
     grid = plan(result[0], s.tokens, 64, 8)
-    merge(result[0], [*as_partials([result]), partials(result[0], grid, ranges(s).lengths, 64, s.channels)])
+    merge_partials(result[0], [*as_partials([result]), partials(result[0], grid, ranges(s).lengths, 64, s.channels)])
 
 
 def turned(s: Shape) -> None:

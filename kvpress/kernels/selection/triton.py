@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers of the rows with the largest scores in Triton: a radix selection, in one launch.
+"""Numbers of the rows with the largest scores in Triton: a search for the smallest chosen score, in one launch.
 
-One program serves a stream. Scores are mapped to integers of 32 bits in the same order. Four passes count the values of 8 bits
-each, from the highest, and find the smallest chosen integer; a fifth lists the rows above it, and as many equal ones as fit, in
-ascending order.
+One program serves a stream. Scores are mapped to integers of 32 bits in the same order. Each of 16 passes counts the integers
+from three thresholds on, which settles two bits of the smallest chosen one. A last pass lists the rows above it, and as many
+equal ones as fit, in ascending order. Counting takes few instructions and no atomics, as a histogram of several bits would.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -17,9 +17,13 @@ from torch import Tensor
 
 from kvpress.kernels.formats.operand import Ranges
 from kvpress.kernels.triton.device import on_device
+from kvpress.kernels.triton.grid import padded
 
 BLOCK, WARPS = 4096, 16
-"""Scores that a program reads at a time: 8 of each thread."""
+"""Scores that a program reads at a time, and its warps: 8 scores of each thread."""
+
+FIELD = 10
+"""Bits in which a thread counts: enough for 1023 trips, 4 million scores."""
 
 COLUMNS = 1024
 """Rows of chosen blocks that a program lists."""
@@ -34,9 +38,21 @@ def _order(scores):
     return tl.where(scores == scores, unsigned, tl.zeros_like(unsigned))
 
 
+@triton.jit
+def _counts(SCORES, low, high, i, first, second, third, BLOCK: tl.constexpr, FIELD: tl.constexpr):
+    """Count the scores low .. high - 1 from each threshold on: int32 [BLOCK] with three fields, to be summed."""
+    counts = tl.zeros([BLOCK], tl.int32)
+    for at in tl.range(low, high, BLOCK):
+        live = at + i < high
+        key = _order(tl.load(SCORES + at + i, mask=live, other=0.0))
+        trip = (key >= first).to(tl.int32) + ((key >= second).to(tl.int32) << FIELD)
+        counts += tl.where(live, trip + ((key >= third).to(tl.int32) << (2 * FIELD)), 0)
+    return counts
+
+
 @triton.jit(do_not_specialize=["capacity", "width", "first", "last"])
 def _kernel(
-    SCORES, STARTS, LENGTHS, MOST, ROWS, COUNTS, stride, capacity, width, first, last, BLOCK: tl.constexpr
+    SCORES, STARTS, LENGTHS, MOST, ROWS, COUNTS, stride, capacity, width, first, last, BLOCK: tl.constexpr, FIELD: tl.constexpr
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
     length = tl.minimum(tl.load(LENGTHS + n), capacity).to(tl.int32)
@@ -49,22 +65,19 @@ def _kernel(
     wanted = count - (length - (high - low))
     SCORES += n * stride
     i = tl.arange(0, BLOCK)
-    digits = tl.arange(0, 256)
 
     smallest = tl.zeros([], tl.uint32)
-    for step in tl.static_range(4):
-        shift = 24 - 8 * step
-        histogram = tl.zeros([256], tl.int32)
-        for at in tl.range(low, high, BLOCK):
-            live = at + i < high
-            key = _order(tl.load(SCORES + at + i, mask=live, other=0.0))
-            if step > 0:
-                live = live & ((key >> (shift + 8)) == smallest)
-            histogram += tl.histogram(((key >> shift) & 255).to(tl.int32), 256, live)
-        from_digit = tl.cumsum(histogram, 0, reverse=True)
-        digit = tl.sum((from_digit >= wanted).to(tl.int32), 0) - 1
-        wanted -= tl.sum(tl.where(digits > digit, histogram, 0), 0)
-        smallest = (smallest << 8) | digit.to(tl.uint32)
+    for step in tl.range(16):
+        bit = tl.full([], 1, tl.uint32) << (30 - 2 * step)
+        counts = _counts(SCORES, low, high, i, smallest + bit, smallest + 2 * bit, smallest + 3 * bit, BLOCK, FIELD)
+        digit = tl.zeros([], tl.uint32)
+        for threshold in tl.static_range(3):
+            above = tl.sum((counts >> (FIELD * threshold)) & ((1 << FIELD) - 1), 0)
+            digit += (above >= wanted).to(tl.uint32)
+        smallest += digit * bit
+    for at in tl.range(low, high, BLOCK):
+        key = _order(tl.load(SCORES + at + i, mask=at + i < high, other=0.0))
+        wanted -= tl.sum(((at + i < high) & (key > smallest)).to(tl.int32), 0)
 
     ROWS += n * width
     start = tl.load(STARTS + n)
@@ -106,8 +119,9 @@ def choose(
             rows.shape[1],
             first,
             last,
-            BLOCK,
-            num_warps=WARPS,
+            min(BLOCK, padded(capacity, 1024)),
+            FIELD,
+            num_warps=WARPS if capacity > BLOCK // 2 else WARPS // 4,
         )
     else:
         counts.zero_()

@@ -36,8 +36,8 @@ class LaunchGrid:
 
     @property
     def results(self) -> int:
-        """Number of partial results: an upper bound, since splits hold whole blocks of one stream."""
-        return self.splits + self.streams
+        """Number of partial results."""
+        return self.splits or self.streams
 
     @property
     def programs(self) -> tuple[int, int]:
@@ -68,8 +68,9 @@ def plan(
     rows = min(max_rows, padded(queries, min_rows))
     tiles = -(-queries // rows)
     fitting = resident * _multiprocessors(q.device) // max(1, tiles)
-    useful = capacity // (LEAST_BLOCKS * block)
-    splits = min(fitting, useful * streams) if fitting > streams and useful > 1 else 0
+    # A stream has a program more than its share, for the rest of its blocks; see `online.splits_of`.
+    useful = 1 + capacity // (LEAST_BLOCKS * block)
+    splits = min(fitting, useful * streams) if fitting >= 2 * streams and useful > 2 else 0
     return LaunchGrid(streams, splits, tiles, rows)
 
 

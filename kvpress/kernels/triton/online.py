@@ -24,16 +24,16 @@ def splits_of(LENGTHS, streams, splits, BLOCK: tl.constexpr, NP: tl.constexpr):
     """Divide the blocks of all streams among `splits` programs, each with blocks of one stream, about as many in every one.
 
     Long streams get more programs than short ones, so that none ends late. Nothing is read by the host: a recorded launch
-    follows the lengths.
+    follows the lengths. A stream's last program may have fewer blocks, for which one program a stream is set aside: there are
+    never more than `splits`, which run at once.
 
     Returns:
-        Number of programs of each stream, and of it and all before it, int32 [NP].
+        Number of programs of each stream, int32 [NP].
     """
     stream = tl.arange(0, NP)
     blocks = tl.cdiv(tl.load(LENGTHS + stream, mask=stream < streams, other=0).to(tl.int32), BLOCK)
     fewest = tl.maximum(LEAST_BLOCKS, tl.cdiv(tl.max(blocks, 0), MOST_SPLITS))
-    counts = tl.cdiv(blocks, tl.maximum(fewest, tl.cdiv(tl.sum(blocks, 0), splits)))
-    return counts, tl.cumsum(counts, 0)
+    return tl.cdiv(blocks, tl.maximum(fewest, tl.cdiv(tl.sum(blocks, 0), splits - streams)))
 
 
 @triton.jit
@@ -46,12 +46,17 @@ def split_of(LENGTHS, streams, splits, BLOCK: tl.constexpr, NP: tl.constexpr):
     if NP == 0:
         return program.to(tl.int64), 0, 1
     else:
-        counts, ends = splits_of(LENGTHS, streams, splits, BLOCK, NP)
-        n = tl.minimum(tl.sum((ends <= program).to(tl.int32), 0), streams - 1)
-        is_own = tl.arange(0, NP) == n
-        count = tl.sum(tl.where(is_own, counts, 0), 0)
-        before = tl.sum(tl.where(is_own, ends, 0), 0) - count
-        return n.to(tl.int64), program - before, tl.maximum(count, 1)
+        counts = splits_of(LENGTHS, streams, splits, BLOCK, NP)
+        n = tl.minimum(tl.sum((tl.cumsum(counts, 0) <= program).to(tl.int32), 0), streams - 1)
+        first, count = own_splits(counts, n, NP)
+        return n.to(tl.int64), program - first, tl.maximum(count, 1)
+
+
+@triton.jit
+def own_splits(counts, n, NP: tl.constexpr):
+    """Return the number of the first program of stream n, and the number of its programs."""
+    stream = tl.arange(0, NP)
+    return tl.sum(tl.where(stream < n, counts, 0), 0), tl.sum(tl.where(stream == n, counts, 0), 0)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ from torch import Tensor
 from kvpress.kernels.attention.triton import basis, coded, dense, packed
 from kvpress.kernels.attention.triton.merge import Partials
 from kvpress.kernels.attention.triton.merge import as_partials as as_partials
-from kvpress.kernels.attention.triton.merge import merge as merge
+from kvpress.kernels.attention.triton.merge import merge_partials as merge_partials
 from kvpress.kernels.formats.offset import Products
 from kvpress.kernels.formats.operand import Options, Rows, Where
 from kvpress.kernels.triton.device import on_device
@@ -29,7 +29,7 @@ def decode(
     q: Tensor, rows: Rows, where: Where, options: Options, added: Products | None = None
 ) -> tuple[Tensor, Tensor]:
     """Run the kernel and merge its results: outputs, float32 [N, M, Dv], and log-sum-exp of the logits, float32 [N, M]."""
-    return merge(q, [launch(q, rows, where, options, added)])
+    return merge_partials(q, [launch(q, rows, where, options, added)])
 
 
 def attend(

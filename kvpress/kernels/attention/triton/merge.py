@@ -29,6 +29,9 @@ from kvpress.kernels.triton.online import LN2, LOG2E
 SPLIT_BLOCK = 16
 """Splits that are read at a time."""
 
+REGISTERS = 64
+"""Most registers per thread: without a limit, ptxas spills in order to run more programs than there are."""
+
 
 @dataclass(frozen=True)
 class Partials:
@@ -70,10 +73,10 @@ def _kernel(
             lse, part = _load(LSES[i], OUTS[i], row + tl.arange(0, 1), row + 1, 0, 1, d, live_d, DV)
             largest, total, acc = _merged(largest, total, acc, lse, part)
         else:
-            counts, ends = online.splits_of(LENGTHS[i], streams, SPLITS[i], BLOCKS[i], NP)
-            is_own = tl.arange(0, NP) == n
-            count, end = tl.sum(tl.where(is_own, counts, 0), 0), tl.sum(tl.where(is_own, ends, 0), 0)
-            for first in tl.range(end - count, end, BLOCK):
+            counts = online.splits_of(LENGTHS[i], streams, SPLITS[i], BLOCKS[i], NP)
+            start, count = online.own_splits(counts, n, NP)
+            end = start + count
+            for first in tl.range(start, end, BLOCK):
                 s = (first + tl.arange(0, BLOCK)).to(tl.int64)
                 split_lse, split_part = _load(LSES[i], OUTS[i], s, end, m, M, d, live_d, DV)
                 largest, total, acc = _merged(largest, total, acc, split_lse, split_part)
@@ -103,7 +106,7 @@ def _merged(largest, total, acc, lse, part):
 
 
 @on_device
-def merge(shape: Tensor, parts: Sequence[Partials]) -> tuple[Tensor, Tensor]:
+def merge_partials(shape: Tensor, parts: Sequence[Partials]) -> tuple[Tensor, Tensor]:
     """Merge the parts of every stream.
 
     Args:
@@ -135,6 +138,7 @@ def merge(shape: Tensor, parts: Sequence[Partials]) -> tuple[Tensor, Tensor]:
             channels,
             padded(channels),
             SPLIT_BLOCK,
+            maxnreg=REGISTERS,
         )
     return out, lse
 
