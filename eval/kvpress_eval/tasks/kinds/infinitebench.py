@@ -11,8 +11,8 @@ from typing import Any
 
 from kvpress_eval.common.errors import ConfigError
 from kvpress_eval.tasks import infinitebench as scores
+from kvpress_eval.tasks.data_files import HubFile
 from kvpress_eval.tasks.documents import DocumentQuestion, PublishedDocuments, Score, sources_of, text_of, texts_of
-from kvpress_eval.tasks.hub import HubFile
 from kvpress_eval.tasks.longbench.subsets import CONTEXT
 from kvpress_eval.tasks.source import Kind, Source, TaskSettings
 

@@ -13,8 +13,8 @@ from functools import partial
 from typing import Any
 
 from kvpress_eval.tasks import infinitebench as scores
+from kvpress_eval.tasks.data_files import HubFile
 from kvpress_eval.tasks.documents import DocumentQuestion, PublishedDocuments, sources_of, text_of, texts_of
-from kvpress_eval.tasks.hub import HubFile
 from kvpress_eval.tasks.kinds.infinitebench import (
     ASK_CHINESE,
     CHOICES,
