@@ -166,7 +166,7 @@ def _run_lm_eval(config: RunConfig, tasks: Sequence[str], include: Path | None, 
     """Score the presses of a run on tasks of lm-eval, with its samples and lengths if they are configured."""
     from kvpress_eval.common.files import hash_json, write_json
     from kvpress_eval.lm.require import require_lm_eval
-    from kvpress_eval.report.lm_scores import to_table
+    from kvpress_eval.report.comparison_tables import lm_table
 
     require_lm_eval()
     from kvpress_eval.lm.tasks import Selection, compare
@@ -175,7 +175,7 @@ def _run_lm_eval(config: RunConfig, tasks: Sequence[str], include: Path | None, 
     limit = config.samples if "samples" in chosen else None
     metadata = {"max_seq_lengths": list(config.lengths)} if "lengths" in chosen else {}
     record = compare(config, Selection(tuple(tasks), include, limit, metadata=metadata), console)
-    console.print(to_table(record))
+    console.print(lm_table(record))
     path = config.out / f"lm-eval-{hash_json(config.model)[:8]}.json"
     write_json(path, record)
     console.print(Text(f"wrote {path}"), soft_wrap=True)

@@ -63,14 +63,14 @@ def compare(
     """Measure fidelity and print it; `out` is checked, and its folder made, before any work."""
     from kvpress_eval.common.files import check_replaced, make_room
     from kvpress_eval.fidelity.measure import measure
-    from kvpress_eval.report.fidelity_table import to_layer_table, to_table
+    from kvpress_eval.report.comparison_tables import fidelity_table, layer_table
 
     if out:
         make_room(out, "figures.json")
         check_replaced([out], [config.model, *([text.removeprefix("file:")] if text else [])], force)
     record = measure(config, tokens, text, console, chunk, layers)
-    console.print(to_table(record["rows"]))
+    console.print(fidelity_table(record["rows"]))
     if layers:
         console.print()
-        console.print(to_layer_table(record["rows"]))
+        console.print(layer_table(record["rows"]))
     return record

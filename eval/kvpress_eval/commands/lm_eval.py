@@ -38,7 +38,7 @@ def command(
     with shared.exit_codes() as console:
         from kvpress_eval.common.files import check_replaced, make_room, write_json
         from kvpress_eval.lm.require import require_lm_eval
-        from kvpress_eval.report.lm_scores import to_table
+        from kvpress_eval.report.comparison_tables import lm_table
 
         require_lm_eval()
         from kvpress_eval.lm.tasks import Selection, compare
@@ -52,7 +52,7 @@ def command(
             make_room(out, "scores.json")
             check_replaced([out], [model, *([include] if include else [])], force)
         record = compare(config, chosen, console)
-        console.print(to_table(record))
+        console.print(lm_table(record))
         if out:
             write_json(out, record)
 

@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 
 from kvpress_eval.commands import _shared as shared
 from kvpress_eval.commands.fidelity import compare
-from kvpress_eval.common.errors import ConfigError
+from kvpress_eval.common.errors import ConfigError, DataError
 
 
 def command(
@@ -40,7 +42,6 @@ def command(
     options = locals()
     with shared.exit_codes() as console:
         from kvpress_eval.common.files import write_json
-        from kvpress_eval.fidelity.reselect import best, candidates
 
         presses = candidates(model, _number(budget), skip_layers, heads)
         record = compare(shared.make_config(options, presses, context), tokens, text, out, force, console)
@@ -48,6 +49,40 @@ def command(
         console.print(Text(f"best: {chosen}"))
         if out:
             write_json(out, {**record, "best": chosen})
+
+
+def candidates(model: str, budget: float, skip_layers: int, heads: str) -> list[str]:
+    """Return one press per layer that may select again: layers with a growing cache after the first that selects.
+
+    Raises:
+        ConfigError: an argument is out of range, or the model has no such layer.
+        DataError: the model's configuration cannot be read.
+    """
+    from kvpress.core.spec import to_spec
+    from kvpress.hf.models import layer_types, load_config
+    from kvpress.sparse import TidalDecodePress
+
+    try:
+        kinds = layer_types(load_config(model).get_text_config(decoder=True))
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read the configuration of {model!r}: {error}") from error
+    growing = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
+    layers = [layer for layer in growing if layer >= skip_layers][1:]
+    if len(layers) < 2:
+        raise ConfigError(
+            f"{model!r} has {len(growing)} layers with a growing cache, {len(layers)} of them after the first that selects "
+            f"with skip_layers={skip_layers}; a comparison needs 2, so use a smaller skip_layers"
+        )
+    try:
+        first = TidalDecodePress(budget, skip_layers=skip_layers, heads=heads)
+        return [to_spec(replace(first, reselect_layer=layer)) for layer in layers]
+    except (ValueError, TypeError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def best(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the press whose next-token distributions stay closest to those of the full cache."""
+    return str(min(rows, key=lambda row: row["kl_mean"])["press"])
 
 
 def _number(text: str) -> float:

@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from kvpress_eval.common.files import hash_json
-from kvpress_eval.report import fidelity_table, lm_scores, table
-from kvpress_eval.report.fidelity_table import FIGURES, LAYER_FIGURES
+from kvpress_eval.common.terminal import MISSING, Name, number, plain_table
+from kvpress_eval.report.table import markdown
 from kvpress_eval.results.records import FIDELITY, LM_EVAL, Records
 
 TITLES = {FIDELITY: "Fidelity to the full cache", LM_EVAL: "Tasks of lm-eval"}
@@ -24,6 +25,41 @@ _ASKED = {
     LM_EVAL: ("lm_eval", "tasks", "include", "limit", "num_fewshot", "chat_template", "metadata"),
 }
 """Conditions, besides those of the model, that records in one table share."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Column of the tables of `kvpress fidelity`."""
+
+    heading: str
+    """Heading, with line breaks."""
+    key: str
+    """Key of the value in a row of a record."""
+    digits: int
+    """Decimals."""
+    factor: float = 1.0
+    """Factor that the value is multiplied by, such as 100 for per cent."""
+
+    def text(self, row: Mapping[str, Any]) -> str:
+        """Return the figure of a row as text; a dash if it was not measured."""
+        value = row.get(self.key)
+        return number(None if value is None else self.factor * value, self.digits)
+
+
+FIGURES = (
+    Figure("KL\nmean", "kl_mean", 5),
+    Figure("KL\n99%", "kl_p99", 4),
+    Figure("same top\ntoken %", "top1_agreement", 1, 100),
+    Figure("perplexity", "perplexity", 3),
+    Figure("bits/value\nprompt", "prompt_bits_per_value", 2),
+    Figure("bits/value\nend", "end_bits_per_value", 2),
+    Figure("kept\n%", "kept", 0, 100),
+)
+LAYER_FIGURES = (
+    Figure("output error", "output_error", 4),
+    Figure("isolated error", "isolated_error", 4),
+    Figure("attention recall %", "attention_recall", 1, 100),
+)
 
 
 @dataclass(frozen=True)
@@ -70,7 +106,7 @@ class Sheet:
     def to_markdown(self) -> str:
         """Return the table as Markdown."""
         rows = [[press, *(text for text, _ in cells)] for press, cells in self.rows]
-        return table.markdown(["press", *self.columns], ["---", *("---:" for _ in self.columns)], rows, self.note)
+        return markdown(["press", *self.columns], ["---", *("---:" for _ in self.columns)], rows, self.note)
 
 
 def about(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,6 +125,58 @@ def make_sheets(measured: Records) -> list[Sheet]:
     return sheets
 
 
+def fidelity_table(rows: Iterable[dict[str, Any]]) -> Table:
+    """Return the rows of `kvpress fidelity` as a table for the terminal."""
+    table = plain_table(["press"], [figure.heading for figure in FIGURES], caption_justify="left")
+    notes: list[str] = []
+    for row in rows:
+        if not notes:
+            notes.append(f"perplexity of the full cache: {row['full_perplexity']:.3f}")
+        if not row.get("compressed", True):
+            notes.append(f"{row['press']}: not compressed, the prompts are held as they are")
+        table.add_row(Name(row["press"]), *(figure.text(row) for figure in FIGURES))
+    table.caption = Text("\n".join(notes))
+    return table
+
+
+def layer_table(rows: Iterable[dict[str, Any]]) -> Table:
+    """Return the figures of every layer as a table for the terminal, one section per press."""
+    table = plain_table(["press"], ["layer", "output error\nrunning", "output error\nisolated", "attention\nrecall %"])
+    for row in rows:
+        layers = [
+            {figure.key: row[f"{figure.key}_by_layer"][i] for figure in LAYER_FIGURES}
+            for i in range(len(row["layers"]))
+        ]
+        names = [row["press"], *("" for _ in layers)]
+        for name, layer, figures in zip(names, [*row["layers"], "mean"], [*layers, row], strict=True):
+            table.add_row(Name(name), str(layer), *(figure.text(figures) for figure in LAYER_FIGURES))
+    return table
+
+
+def lm_scores(measured: Mapping[str, Any]) -> Iterator[tuple[str, str, float, float | None, int | None]]:
+    """Yield task, metric, value, standard error and number of samples from the results of one press."""
+    for task, metrics in {**measured["results"], **measured.get("groups", {})}.items():
+        for name, value in metrics.items():
+            metric, comma, chosen = name.partition(",")
+            if not comma or metric.endswith("_stderr") or not isinstance(value, (int, float)):
+                continue
+            error = metrics.get(f"{metric}_stderr,{chosen}")
+            label = metric if chosen == "none" else f"{metric} ({chosen})"
+            samples = measured["n-samples"].get(task, {}).get("effective")
+            yield task, label, value, error if isinstance(error, (int, float)) else None, samples
+
+
+def lm_table(record: Mapping[str, Any]) -> Table:
+    """Return a record of `kvpress lm-eval` as a table for the terminal, one row per press, task and metric."""
+    table = plain_table(["press", "task", "metric"], ["value", "std. error", "samples", "bits/value"])
+    for measured in record["presses"]:
+        bits = number(measured["held"]["bits_per_value"], 2)
+        for task, metric, value, error, samples in lm_scores(measured):
+            figures = (number(value, 4), number(error, 4), number(samples, 0), bits)
+            table.add_row(Name(measured["press"]), Name(task), Name(metric), *figures)
+    return table
+
+
 def _fidelity_sheet(records: Sequence[dict[str, Any]]) -> Sheet:
     newest = {row["press"]: row for record in records for row in record["rows"]}
     rows = sorted(newest.values(), key=lambda row: row["kl_mean"])
@@ -100,7 +188,7 @@ def _fidelity_sheet(records: Sequence[dict[str, Any]]) -> Sheet:
         rows=[(row["press"], [(column.text(row), _finite(row.get(column.key))) for column in figures]) for row in rows],
         note=f"Perplexity of the full cache: {rows[0]['full_perplexity']:.3f}.",
         lines=[{key: value for key, value in row.items() if not isinstance(value, list)} for row in rows],
-        terminal=fidelity_table.to_table(rows),
+        terminal=fidelity_table(rows),
         records=records,
     )
 
@@ -114,7 +202,7 @@ def _lm_eval_sheet(records: Sequence[dict[str, Any]]) -> Sheet:
     for press, measured in newest.items():
         bits = measured["held"]["bits_per_value"]
         scores = [_score(of.get((press, *metric))) for metric in metrics]
-        rows.append((press, [*scores, (table.number(bits, 2), _finite(bits))]))
+        rows.append((press, [*scores, (number(bits, 2), _finite(bits))]))
     return Sheet(
         kind=LM_EVAL,
         conditions=_conditions(records[0]),
@@ -122,7 +210,7 @@ def _lm_eval_sheet(records: Sequence[dict[str, Any]]) -> Sheet:
         rows=rows,
         note="Values are lm-eval's, with its standard errors.",
         lines=lines,
-        terminal=lm_scores.to_table({"presses": list(newest.values())}),
+        terminal=lm_table({"presses": list(newest.values())}),
         records=records,
     )
 
@@ -139,15 +227,15 @@ def _score_lines(measured: Mapping[str, Any]) -> list[dict[str, Any]]:
             "samples": samples,
             "bits_per_value": measured["held"]["bits_per_value"],
         }
-        for task, metric, value, error, samples in lm_scores.scores(measured)
+        for task, metric, value, error, samples in lm_scores(measured)
     ]
 
 
 def _score(line: Mapping[str, Any] | None) -> tuple[str, float | None]:
     if line is None:
-        return table.MISSING, None
+        return MISSING, None
     error = line["standard_error"]
-    return table.number(line["value"], 4) + (f" ± {error:.4f}" if error is not None else ""), _finite(line["value"])
+    return number(line["value"], 4) + (f" ± {error:.4f}" if error is not None else ""), _finite(line["value"])
 
 
 def _conditions(record: Mapping[str, Any]) -> dict[str, Any]:

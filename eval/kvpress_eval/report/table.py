@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvpress_eval.common.terminal import MISSING, Name, number, plain_table
-from kvpress_eval.results.pairs import Pair
+from kvpress_eval.results.leaderboards import Pair
 from kvpress_eval.results.stats import ALPHA, ScoreInterval
 from kvpress_eval.results.summary import Place, PressSummary
 from kvpress_eval.tasks.longbench.subsets import averages

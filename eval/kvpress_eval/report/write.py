@@ -3,16 +3,21 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+from pyarrow import parquet
+
 from kvpress_eval.common.errors import DataError
 from kvpress_eval.common.files import check_replaced, make_room, replace_file
 from kvpress_eval.report import frontier, table
 from kvpress_eval.report.comparison_tables import TITLES, Sheet, make_sheets
-from kvpress_eval.report.export import to_csv, to_parquet
 from kvpress_eval.report.html import to_html
 from kvpress_eval.report.lines import line_files
 from kvpress_eval.report.plotting import FORMATS
@@ -123,6 +128,24 @@ def check_folder(out: Path) -> None:
     check_replaced([out / name for name in NAMES], (), force=False, page="kvpress report")
 
 
+def to_csv(records: Sequence[Mapping[str, Any]]) -> bytes:
+    """Return records as CSV; lists and mappings are JSON, a missing value is an empty field."""
+    out = io.StringIO()
+    columns = _columns(records)
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(columns)
+    for row in zip(*columns.values(), strict=True):
+        writer.writerow([json.dumps(value) if isinstance(value, (list, dict)) else value for value in row])
+    return out.getvalue().encode()
+
+
+def to_parquet(records: Sequence[Mapping[str, Any]]) -> bytes:
+    """Return records as Parquet."""
+    sink = pa.BufferOutputStream()
+    parquet.write_table(pa.table({name: _array(values) for name, values in _columns(records).items()}), sink)
+    return sink.getvalue().to_pybytes()
+
+
 def _files(report: Report) -> dict[str, bytes]:
     """Return the plots and the tables by file name."""
     lines: dict[str, list[dict[str, Any]]] = {}
@@ -159,3 +182,29 @@ def _press_records(number: int, board: Board) -> list[dict[str, Any]]:
 def _pair_records(number: int, board: Board) -> list[dict[str, Any]]:
     """Return one line per pair of presses of a leaderboard."""
     return [{"board": number, **board.conditions, **table.pair_record(pair)} for pair in board.pairs]
+
+
+def _columns(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the values of each column, one per record; the columns are all keys of all records."""
+    names = dict.fromkeys(name for record in records for name in record)
+    return {name: [_clean(record.get(name)) for record in records] for name in names}
+
+
+def _array(values: list[Any]) -> Any:
+    """Return a column; values of mixed types become JSON, and so do empty mappings, which Parquet cannot store."""
+    try:
+        array = pa.array(values)
+    except (pa.ArrowInvalid, pa.ArrowTypeError):
+        array = None
+    if array is None or (pa.types.is_struct(array.type) and not array.type.num_fields):
+        return pa.array([None if value is None else json.dumps(value) for value in values])
+    return array
+
+
+def _clean(value: Any) -> Any:
+    """Replace lone surrogates, which a model can generate and UTF-8 cannot encode."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, list):
+        return [_clean(item) for item in value]
+    return value

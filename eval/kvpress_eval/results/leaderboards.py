@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leaderboards: presses that answered the same samples under the same conditions."""
+"""Leaderboards: presses that answered the same samples under the same conditions, and the comparison of every two."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import combinations
 from typing import Any
 
 from kvpress_eval.common.files import hash_json
 from kvpress_eval.results.cells import CellResult
-from kvpress_eval.results.pairs import Pair, compare_all
 from kvpress_eval.results.read import Results
+from kvpress_eval.results.stats import ScoreInterval, holm, paired_difference, paired_p_value
 from kvpress_eval.results.store import CODE
-from kvpress_eval.results.summary import BASELINE, PressSummary, summarise
+from kvpress_eval.results.summary import BASELINE, PressSummary, paired_scores, place_of, summarise
 
 CONDITIONS = (
     "model", "weights", "kvpress", "device", "dtype", "question_aware", "batch_size", "max_seconds_per_sample",
@@ -22,6 +23,20 @@ CONDITIONS = (
 _PRESS = ("press", CODE)
 _MACHINE = ("machine", "processor", "device", "threads", "torch")
 """Keys in the record of a run that times depend on."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Comparison of two presses."""
+
+    press: str
+    other: str
+    difference: ScoreInterval
+    """Mean score of `press` minus that of `other`."""
+    p_value: float
+    """Valid for a pair that was chosen before its figures were seen."""
+    adjusted: float
+    """Holm-adjusted for all pairs of the leaderboard: valid for a pair picked by its figures."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +105,21 @@ def make_boards(results: Results) -> list[Board]:
         for coverage in dict.fromkeys(frozenset(cells) for cells in by_press.values())
     ]
     return sorted(boards, key=lambda board: (-len(board.cells), board.name))
+
+
+def compare_all(cells: Sequence[CellResult], order: Sequence[str]) -> list[Pair]:
+    """Return all pairs of presses with complete cells at the same places, in the order of `order`."""
+    of = {name: {place_of(cell): cell for cell in cells if cell.press == name} for name in order}
+    complete = [name for name, cells_of in of.items() if cells_of and all(cell.complete for cell in cells_of.values())]
+    tested = []
+    for press, second in combinations(complete, 2):
+        ours, theirs = of[press], of[second]
+        if ours.keys() == theirs.keys():
+            pairs = [paired_scores(cell, theirs[place]) for place, cell in ours.items()]
+            if all(pairs):
+                tested.append((press, second, paired_difference(pairs), paired_p_value(pairs)))
+    adjusted = holm([p_value for *_, p_value in tested])
+    return [Pair(*pair, together) for pair, together in zip(tested, adjusted, strict=True)]
 
 
 def difference_of(boards: Sequence[Board]) -> list[str]:

@@ -18,7 +18,7 @@ from kvpress.cache.report import format_bytes
 from kvpress_eval.common.errors import ClusterError, ConfigError
 from kvpress_eval.config.schema import RunConfig
 from kvpress_eval.run.memory import SHARE, cache_bytes
-from kvpress_eval.run.shape import shape_of
+from kvpress_eval.run.models import shape_of
 from kvpress_eval.tasks.source import Source
 
 _SECONDS = 5

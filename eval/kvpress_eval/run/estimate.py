@@ -23,9 +23,8 @@ from kvpress_eval.common.terminal import MISSING, Name, plain_table
 from kvpress_eval.config.schema import RunConfig
 from kvpress_eval.results.store import Row, read_rows, store_of
 from kvpress_eval.run.cells import Cell, make_cells
-from kvpress_eval.run.models import device_of, fingerprint, source_of, use_threads
+from kvpress_eval.run.models import Shape, device_of, fingerprint, shape_of, source_of, use_threads
 from kvpress_eval.run.runner import prepare
-from kvpress_eval.run.shape import Shape, shape_of
 
 _SIDES, _MOMENT, _READ_BYTES, _ROUNDS = (128, 256, 512, 1024, 2048), 0.01, 2**27, 5
 """Speed test of a device: sides of square matrices, tried until one product takes `_MOMENT` seconds; bytes to read; and the

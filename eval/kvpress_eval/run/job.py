@@ -30,8 +30,7 @@ from kvpress_eval.run.models import Engine
 from kvpress_eval.run.progress import JobProgress
 from kvpress_eval.run.prompts import Prompt, make_prompt
 from kvpress_eval.run.savings import Savings
-from kvpress_eval.tasks.sample import Sample
-from kvpress_eval.tasks.scoring import score
+from kvpress_eval.tasks.sample import Sample, score
 from kvpress_eval.tasks.source import Source
 
 _FIGURES = (

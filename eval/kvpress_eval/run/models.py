@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load models by name: the bundled reference model, a local folder or a hub name."""
+"""Load models: the bundled reference model, a local folder or a hub name; read their size from the configuration."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvpress.hf.model_files import folder_of, reference_path
-from kvpress.hf.models import load_config
+from kvpress.hf.models import load_config, parameters_of_config
 from kvpress.hf.positions import check_positions
 from kvpress.hf.weights import digest_of_weights
+from kvpress.plan import Geometry
 from kvpress_eval.common.errors import ConfigError, DataError
 from kvpress_eval.config.schema import REFERENCE, RunConfig
 
@@ -47,6 +48,27 @@ class Engine:
     def dtype(self) -> str:
         """Dtype of the weights, without the prefix "torch."."""
         return str(self.model.dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Size of a model and of its cache."""
+
+    parameters: int
+    """Number of parameters."""
+    query_width: int
+    """Query heads times their dimension."""
+    geometry: Geometry
+    """Geometry of the cache."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights."""
+        return self.parameters * self.geometry.dtype.itemsize
+
+    def prefill_flops(self, tokens: int) -> float:
+        """Return the operations of a prefill of `tokens` tokens: two per weight and token, plus causal attention."""
+        return 2 * self.parameters * tokens + 2 * len(self.geometry.full) * self.query_width * tokens**2
 
 
 def source_of(config: RunConfig) -> str:
@@ -99,6 +121,16 @@ def read_settings(config: RunConfig) -> Any:
         return load_config(config.model)
     except (OSError, ImportError, ValueError) as error:
         raise DataError(str(error)) from error
+
+
+def shape_of(config: RunConfig, settings: Any) -> Shape:
+    """Return the shape of a model from its configuration, in the dtype of the run; no weights are loaded."""
+    text = settings.get_text_config(decoder=True)
+    if config.dtype != "auto":
+        text.dtype = settings.dtype = getattr(torch, config.dtype)
+    geometry = Geometry.of(settings)
+    width = text.num_attention_heads * (geometry.full or geometry.sliding)[0].head_dim
+    return Shape(parameters_of_config(settings), width, geometry)
 
 
 def load_tokenizer(config: RunConfig, settings: Any) -> PreTrainedTokenizerBase:

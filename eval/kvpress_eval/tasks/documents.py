@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from kvpress_eval.common.errors import ConfigError, DataError
-from kvpress_eval.tasks.hub import HubFile, read
+from kvpress_eval.tasks.data_files import HubFile, read_published
 from kvpress_eval.tasks.sample import Query, Sample
 from kvpress_eval.tasks.source import Source, TaskSettings
 
@@ -68,7 +68,7 @@ def sources_of(task: PublishedDocuments, request: TaskSettings) -> list[Source]:
         DataError: the file cannot be read, has an invalid row, or has no question.
     """
     require_lengths(task.name, request)
-    content = read(task.file, request.data_dir)
+    content = read_published(task.file, request.data_dir)
     questions: list[DocumentQuestion] = []
     for where, row in content.rows():
         try:

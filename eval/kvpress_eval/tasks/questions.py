@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpress_eval.common.errors import DataError
-from kvpress_eval.tasks.hub import HubFile, read
+from kvpress_eval.tasks.data_files import HubFile, read_published
 
 Row = Mapping[str, Any]
 
@@ -113,7 +113,7 @@ def read_questions(source: PublishedQuestions, data_dir: Path | None) -> Questio
     Raises:
         DataError: there is no such file, it has another form, or the hub cannot be reached.
     """
-    content = read(source.file, data_dir)
+    content = read_published(source.file, data_dir)
     try:
         questions = tuple(source.read([row for _, row in content.rows()]))
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sample: one question about one context, with its right answers."""
+"""A sample: one question about one context, with its right answers and the score of a generated one."""
 
 from __future__ import annotations
 
@@ -52,3 +52,20 @@ class Sample:
     """Question about the context."""
     spans: Spans = ()
     """Character ranges of the sentences with the answer, so that a report can show whether they were kept."""
+
+
+def score(query: Query, prediction: str | None) -> float:
+    """Return 1 for a right answer and 0 for a wrong one; partial scores are shares of the expected strings or a benchmark's."""
+    text = prediction or ""
+    if callable(query.match):
+        return query.match(text, query.answers)
+    if query.match == "prefix":
+        return float(any(_starts_with(text.lstrip(), answer) for answer in query.answers))
+    matches = [answer.lower() in text.lower() for answer in query.answers]
+    return float(any(matches)) if query.match == "any" else sum(matches) / len(matches)
+
+
+def _starts_with(text: str, answer: str) -> bool:
+    """Return whether `text` begins with `answer`, and the last word or number of the answer ends there."""
+    tail = text[len(answer) :]
+    return text.startswith(answer) and not tail[:1].isalnum()

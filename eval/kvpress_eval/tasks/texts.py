@@ -12,8 +12,7 @@ from pathlib import Path
 
 from kvpress.packages import DataPackage
 from kvpress_eval.common.errors import DataError
-from kvpress_eval.tasks.local import PREFIX, reading
-from kvpress_eval.tasks.packages import packaged
+from kvpress_eval.tasks.data_files import FILE_PREFIX, packaged, reading
 
 SUFFIXES = (".txt", ".jsonl", ".md")
 """Endings of files that need no prefix `file:`."""
@@ -66,7 +65,7 @@ class RealText:
 
 def is_text(spec: str) -> bool:
     """Return whether a setting names a real text rather than a generated one."""
-    return spec in TEXTS or spec.startswith(PREFIX) or Path(spec).suffix in SUFFIXES
+    return spec in TEXTS or spec.startswith(FILE_PREFIX) or Path(spec).suffix in SUFFIXES
 
 
 def read_text(spec: str) -> RealText:
@@ -80,7 +79,7 @@ def read_text(spec: str) -> RealText:
         DataError: a package is not installed (the message has the command that installs it), or the file cannot be read, has
             another form or holds no words.
     """
-    text = TEXTS[spec]() if spec in TEXTS else _file(Path(spec.removeprefix(PREFIX)))
+    text = TEXTS[spec]() if spec in TEXTS else _file(Path(spec.removeprefix(FILE_PREFIX)))
     if not any(document.strip() for document in text.documents):
         raise DataError(f"the text {spec} holds no words")
     return text

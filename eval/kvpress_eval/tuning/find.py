@@ -30,7 +30,7 @@ from kvpress_eval.run.language import in_words_of
 from kvpress_eval.run.models import Engine, check_lengths, load_engine, read_settings, use_threads
 from kvpress_eval.run.progress import RunProgress
 from kvpress_eval.run.runner import run_sources, run_sources_on_cluster
-from kvpress_eval.tasks.local import PREFIX
+from kvpress_eval.tasks.data_files import FILE_PREFIX
 from kvpress_eval.tuning import result
 from kvpress_eval.tuning.items import Split, SplitPart, has_answers, split_tasks, split_texts
 from kvpress_eval.tuning.ray_workers import helpers
@@ -366,7 +366,7 @@ def _with_data(config: RunConfig, wishes: Wishes) -> tuple[RunConfig, bool]:
         raise ConfigError("give data or tasks, not both: data are tasks of your own, as file:PATH is")
     if not has_answers(wishes.data):
         return config, True
-    return config.model_copy(update={"tasks": (f"{PREFIX}{wishes.data}",)}), False
+    return config.model_copy(update={"tasks": (f"{FILE_PREFIX}{wishes.data}",)}), False
 
 
 def _bytes(text: str) -> int:

@@ -17,9 +17,9 @@ from kvpress_eval.common.files import hash_json
 from kvpress_eval.config.schema import RunConfig
 from kvpress_eval.run.prompts import Prompt, make_prompt
 from kvpress_eval.tasks.catalogue import expand_tasks
+from kvpress_eval.tasks.data_files import reading
 from kvpress_eval.tasks.kinds.files import read_rows
 from kvpress_eval.tasks.kinds.generated import TASKS
-from kvpress_eval.tasks.local import reading
 from kvpress_eval.tasks.sample import Query, Sample
 from kvpress_eval.tasks.source import Source
 

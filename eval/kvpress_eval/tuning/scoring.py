@@ -27,7 +27,7 @@ from kvpress_eval.results.store import Row, encode_row, read_rows
 from kvpress_eval.run import memory
 from kvpress_eval.run.generation import Context, Limits, answer, ends, parts, read_contexts, seeded
 from kvpress_eval.run.models import Engine
-from kvpress_eval.tasks.scoring import score
+from kvpress_eval.tasks.sample import score
 from kvpress_eval.tuning.items import Item
 from kvpress_eval.tuning.space import NOTHING
 

@@ -15,7 +15,7 @@ from kvpress_eval.config.schema import RunConfig
 from kvpress_eval.fidelity.comparison import Comparison
 from kvpress_eval.fidelity.figures import LAYER_FIGURES, Fidelity, kl_divergence
 from kvpress_eval.fidelity.texts import read_texts
-from kvpress_eval.report.fidelity_table import to_layer_table, to_table
+from kvpress_eval.report.comparison_tables import fidelity_table, layer_table
 from kvpress_eval.run.models import Engine, load_engine
 from kvpress_eval.tasks.texts import read_text
 from rich.console import Console
@@ -221,8 +221,8 @@ def test_tables_fit_a_terminal_of_100_columns() -> None:
     ones = torch.ones(2, 4)
     row = Fidelity(press, ones, ones > 0, ones, ones, 16.0, 0.0, 16.0, 1.0).row() | layers | {"layers": [0, 1]}
     console = Console(width=100, record=True, file=io.StringIO())
-    console.print(to_table([row]))
-    console.print(to_layer_table([row]))
+    console.print(fidelity_table([row]))
+    console.print(layer_table([row]))
     lines = console.export_text().splitlines()
     assert max(map(len, lines)) <= 100
     press_lines = [line for line in lines if line.startswith("adakv(expected_attention")]

@@ -25,7 +25,7 @@ from kvpress_eval.common.errors import ConfigError
 from kvpress_eval.lm import require, tasks
 from kvpress_eval.lm.__main__ import main
 from kvpress_eval.lm.model import KVPressLM
-from kvpress_eval.report.lm_scores import scores
+from kvpress_eval.report.comparison_tables import lm_scores
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
@@ -295,9 +295,9 @@ def test_the_command_compares_presses(folder: Path, tmp_path: Path) -> None:
     assert [measured["press"] for measured in record["presses"]] == ["none", PRESS]
     none, pressed = (measured["held"] for measured in record["presses"])
     assert pressed["bytes_per_prompt"] < 0.7 * none["bytes_per_prompt"]
-    values = {(task, metric): value for task, metric, value, *_ in scores(record["presses"][0])}
+    values = {(task, metric): value for task, metric, value, *_ in lm_scores(record["presses"][0])}
     assert values == {("codes_generated", "exact_match (strip)"): 1.0, ("codes_chosen", "acc"): 1.0}
-    assert [samples for *_, samples in scores(record["presses"][0])] == [3, 3]
+    assert [samples for *_, samples in lm_scores(record["presses"][0])] == [3, 3]
     assert {"kvpress", "torch", "transformers", "lm_eval", "weights"} <= record.keys()
     assert record["presses"][0]["config"]["limit"] == 3
 

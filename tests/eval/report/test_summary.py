@@ -13,10 +13,10 @@ from xml.etree import ElementTree
 
 import pytest
 from kvpress_eval.config.schema import RunConfig
-from kvpress_eval.report.export import to_csv, to_parquet
 from kvpress_eval.report.frontier import MEMORY, Point, frontier, frontier_files, frontier_svg
 from kvpress_eval.report.lines import AccuracyLine, length_lines, line_files, ratio_lines, split_ratio
 from kvpress_eval.report.table import escaped, markdown, print_table, records, to_latex, to_markdown
+from kvpress_eval.report.write import to_csv, to_parquet
 from kvpress_eval.results.read import read_run
 from kvpress_eval.results.stats import ScoreInterval
 from kvpress_eval.results.summary import PressSummary, conclusion, summarise

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvpress_eval.tasks.kinds.generated import generate
 from kvpress_eval.tasks.languages import LANGUAGES
-from kvpress_eval.tasks.sample import Sample
-from kvpress_eval.tasks.scoring import score
+from kvpress_eval.tasks.sample import Sample, score
 from kvpress_eval.tasks.structures.long_answers import lines_right
 from kvpress_eval.tasks.structures.tool_calls import same_call
 from transformers import PreTrainedTokenizerBase

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from kvpress_eval.common.errors import ConfigError, DataError
 from kvpress_eval.config.schema import RunConfig
 from kvpress_eval.run.runner import run
-from kvpress_eval.tasks import infinitebench as scores
 from kvpress_eval.tasks.catalogue import expand_tasks
 from kvpress_eval.tasks.kinds import infinitebench, loogle, scbench
 from kvpress_eval.tasks.source import Source
@@ -27,32 +26,32 @@ from tests.eval.jsonl import write_lines
 Score = Callable[[str, Sequence[str]], float]
 
 GOLDEN: list[tuple[Score, str, tuple[str, ...], float]] = [
-    (scores.first_number, "It is 71432. 5", ("71432",), 1.0),
-    (scores.first_number, "1, 71432", ("71432",), 0.0),
-    (scores.among_words, '"key": "a-b".', ("a-b",), 1.0),
-    (scores.among_words, "a-bc", ("a-b",), 0.0),
-    (scores.returned, "The value is `-7`.", ("-7",), 1.0),
-    (scores.returned, "7 it is", ("7",), 0.0),
-    (scores.erroneous_function, "B. parse", ("parse", "B"), 1.0),
-    (scores.erroneous_function, "B parse", ("parse", "B"), 0.0),  # without a full stop or a colon
-    (scores.erroneous_function, "The answer is: **parse**", ("parse", "B"), 1.0),
-    (scores.erroneous_function, "The answer is: Option B, not A", ("parse", "B"), 1.0),
-    (scores.erroneous_function, "The answer is: A, not B", ("parse", "B"), 0.0),
-    (scores.erroneous_function, "It is B", ("parse", "B"), 0.0),
-    (scores.choice, "Bananas, of course", ("a dog", "B"), 1.0),  # the first letter counts alone
-    (scores.choice, "a dog", ("a dog", "B"), 1.0),
-    (scores.choice, "the answer is B", ("a dog", "B"), 1.0),
-    (scores.choice, "the answer is C, not B", ("a dog", "B"), 0.0),
-    (scores.choice, "of AB and B", ("a dog", "B"), 0.0),  # "AB" is a part of "ABCD"
-    (scores.character, "it is john.", ("JOHN",), 1.0),
-    (scores.character, "johnny", ("JOHN",), 0.0),
-    (scores.best_f1, "The red house", ("a blue house", "house"), 2 / 3),
-    (scores.best_f1_chinese, "红房子。", ("红房",), 0.8),
-    (scores.found_number, "it is 12", ("12",), 1.0),
-    (scores.found_number, "3.50", ("3.5",), 1.0),
-    (scores.found_number, "12.0", ("12",), 0.0),
-    (scores.intermediate_values, "[2, -7, 5]", ("2", "7", "4"), 2 / 3),
-    (scores.intermediate_values, "no", ("2",), 0.0),
+    (infinitebench.first_number, "It is 71432. 5", ("71432",), 1.0),
+    (infinitebench.first_number, "1, 71432", ("71432",), 0.0),
+    (infinitebench.among_words, '"key": "a-b".', ("a-b",), 1.0),
+    (infinitebench.among_words, "a-bc", ("a-b",), 0.0),
+    (infinitebench.returned, "The value is `-7`.", ("-7",), 1.0),
+    (infinitebench.returned, "7 it is", ("7",), 0.0),
+    (infinitebench.erroneous_function, "B. parse", ("parse", "B"), 1.0),
+    (infinitebench.erroneous_function, "B parse", ("parse", "B"), 0.0),  # without a full stop or a colon
+    (infinitebench.erroneous_function, "The answer is: **parse**", ("parse", "B"), 1.0),
+    (infinitebench.erroneous_function, "The answer is: Option B, not A", ("parse", "B"), 1.0),
+    (infinitebench.erroneous_function, "The answer is: A, not B", ("parse", "B"), 0.0),
+    (infinitebench.erroneous_function, "It is B", ("parse", "B"), 0.0),
+    (infinitebench.choice, "Bananas, of course", ("a dog", "B"), 1.0),  # the first letter counts alone
+    (infinitebench.choice, "a dog", ("a dog", "B"), 1.0),
+    (infinitebench.choice, "the answer is B", ("a dog", "B"), 1.0),
+    (infinitebench.choice, "the answer is C, not B", ("a dog", "B"), 0.0),
+    (infinitebench.choice, "of AB and B", ("a dog", "B"), 0.0),  # "AB" is a part of "ABCD"
+    (infinitebench.character, "it is john.", ("JOHN",), 1.0),
+    (infinitebench.character, "johnny", ("JOHN",), 0.0),
+    (infinitebench.best_f1, "The red house", ("a blue house", "house"), 2 / 3),
+    (infinitebench.best_f1_chinese, "红房子。", ("红房",), 0.8),
+    (infinitebench.found_number, "it is 12", ("12",), 1.0),
+    (infinitebench.found_number, "3.50", ("3.5",), 1.0),
+    (infinitebench.found_number, "12.0", ("12",), 0.0),
+    (infinitebench.intermediate_values, "[2, -7, 5]", ("2", "7", "4"), 2 / 3),
+    (infinitebench.intermediate_values, "no", ("2",), 0.0),
     (loogle.cloze, "{'<mask-0>': 'Bob', '<mask-1>': 'Rome'}", ('{"<mask-0>": "Bob", "<mask-1>": "Paris"}',), 0.5),
     (loogle.cloze, '{"<mask-0>": "Bob"}', ('{"<mask-0>": "Bob"}',), 1.0),
     (loogle.cloze, "Sure: {'<mask-0>': 'Bob'}", ('{"<mask-0>": "Bob"}',), 0.0),
@@ -75,7 +74,7 @@ def test_scores_are_the_published_ones(score: Score, text: str, answers: tuple[s
 def test_summaries_are_scored_by_lines() -> None:
     pytest.importorskip("rouge_score")
     # The longest common subsequences of lines: 2 of 3 words, and 1 of 2.
-    assert scores.summary("a b x\nd e", ("a b c\nd f",)) == pytest.approx(3 / 5)
+    assert infinitebench.summary("a b x\nd e", ("a b c\nd f",)) == pytest.approx(3 / 5)
 
 
 @given(st.text(st.characters(codec=None), max_size=60))

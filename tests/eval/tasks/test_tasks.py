@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvpress_eval.tasks.kinds.generated import generate, worded
 from kvpress_eval.tasks.languages import LANGUAGES
-from kvpress_eval.tasks.sample import Query
-from kvpress_eval.tasks.scoring import score
+from kvpress_eval.tasks.sample import Query, score
 from transformers import PreTrainedTokenizerBase
 
 REFERENCE = list(worded("reference"))

@@ -13,8 +13,7 @@ import torch
 from kvpress_eval.config.schema import RunConfig
 from kvpress_eval.run.generation import Limits, answer, read_contexts
 from kvpress_eval.run.prompts import Prompt
-from kvpress_eval.tasks.sample import Query
-from kvpress_eval.tasks.scoring import score
+from kvpress_eval.tasks.sample import Query, score
 from kvpress_eval.tuning import scoring
 from kvpress_eval.tuning.items import CONTINUED, Item, SplitPart, split_tasks, split_texts
 from kvpress_eval.tuning.scoring import Examiner

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvpress.packages import DataPackage
 from kvpress_eval.common.errors import DataError
-from kvpress_eval.tasks.packages import read_rows
+from kvpress_eval.tasks.data_files import read_packaged
 from kvpress_eval.tasks.sample import Query, Sample
 from kvpress_eval.tasks.source import Kind, Source, TaskSettings
 
@@ -112,7 +112,7 @@ def _expand(names: Sequence[str], request: TaskSettings) -> list[Source]:
 
 def _source(subset: str, request: TaskSettings) -> Source:
     questions, answers = (
-        read_rows(PACKAGE, f"{_DATA}/{folder}BFCL_v4_{subset}.json") for folder in ("", "possible_answer/")
+        read_packaged(PACKAGE, f"{_DATA}/{folder}BFCL_v4_{subset}.json") for folder in ("", "possible_answer/")
     )
     truths = dict(_answer(row, place) for place, row in answers.rows)
     samples = [_sample(subset, row, place, truths) for place, row in questions.rows[: request.samples]]

@@ -13,8 +13,8 @@ from typing import cast
 
 from kvpress.counts import few
 from kvpress_eval.common.errors import ConfigError, DataError, unknown_name
+from kvpress_eval.tasks.data_files import FILE_PREFIX, reading
 from kvpress_eval.tasks.kinds.generated import answer_room
-from kvpress_eval.tasks.local import PREFIX, reading
 from kvpress_eval.tasks.sample import Match, Query, Sample
 from kvpress_eval.tasks.source import Kind, Source, TaskSettings
 
@@ -53,7 +53,7 @@ class TaskFile:
 
 def split_source(source: str) -> tuple[Path, list[str]]:
     """Return the path and the task names of a `file:PATH#task+task` source."""
-    path, _, names = source.removeprefix(PREFIX).partition("#")
+    path, _, names = source.removeprefix(FILE_PREFIX).partition("#")
     return Path(path), [name for name in names.split("+") if name]
 
 
@@ -154,4 +154,4 @@ def _text(row: dict[str, object], field: str, default: str | None = None) -> str
     return value
 
 
-KIND = Kind((), _expand, PREFIX)
+KIND = Kind((), _expand, FILE_PREFIX)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpress_eval.common.errors import DataError
-from kvpress_eval.tasks.hub import HubFile, read
+from kvpress_eval.tasks.data_files import HubFile, read_published
 from kvpress_eval.tasks.sample import Query, Sample
 from kvpress_eval.tasks.source import Kind, Source, TaskSettings
 
@@ -80,7 +80,7 @@ def read_problems(folder: Path | None) -> GSM8KProblems:
     Raises:
         DataError: it cannot be read, or a row has no question or no answer that ends with `#### NUMBER`.
     """
-    content = read(TEST_SET, folder)
+    content = read_published(TEST_SET, folder)
     problems = [_problem(row, place) for place, row in content.rows()]
     if not problems:
         raise DataError(f"{content.where} holds no question")

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvpress.packages import DataPackage
 from kvpress_eval.common.errors import DataError
-from kvpress_eval.tasks.packages import read_rows
+from kvpress_eval.tasks.data_files import read_packaged
 from kvpress_eval.tasks.sample import Query, Sample
 from kvpress_eval.tasks.source import Kind, Source, TaskSettings
 
@@ -44,7 +44,7 @@ def _lines(code: str) -> list[str]:
 
 
 def _expand(names: Sequence[str], request: TaskSettings) -> list[Source]:
-    table = read_rows(PACKAGE, FILE)
+    table = read_packaged(PACKAGE, FILE)
     samples = [_sample(row, place) for place, row in table.rows[: request.samples]]
     if not samples:
         raise DataError(f"{FILE} of {PACKAGE.distribution} holds no problem")

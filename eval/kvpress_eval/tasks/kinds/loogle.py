@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from kvpress_eval.tasks.data_files import HubFile
 from kvpress_eval.tasks.documents import DocumentQuestion, PublishedDocuments, Score, sources_of, text_of
-from kvpress_eval.tasks.hub import HubFile
 from kvpress_eval.tasks.longbench.metrics import rouge_l_parts
 from kvpress_eval.tasks.longbench.subsets import CONTEXT
 from kvpress_eval.tasks.source import Kind, Source, TaskSettings

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpress_eval.common.errors import ConfigError, DataError
-from kvpress_eval.tasks.hub import HubFile, read
+from kvpress_eval.tasks.data_files import HubFile, read_published
 from kvpress_eval.tasks.judge import judge
 from kvpress_eval.tasks.sample import Query, Sample
 from kvpress_eval.tasks.source import Kind, Source, TaskSettings
@@ -101,7 +101,7 @@ def _expand(names: Sequence[str], request: TaskSettings) -> list[Source]:
 def _source(name: str, problems: MathProblems, request: TaskSettings) -> Source:
     if problems.score is equivalent and importlib.util.find_spec("math_verify") is None:
         raise ConfigError(f"{name} is scored by math-verify: pip install 'kvpress-toolkit[benchmarks]'")
-    content = read(problems.file, request.data_dir)
+    content = read_published(problems.file, request.data_dir)
     pairs = [_problem(row, place, problems) for place, row in content.rows()]
     if not pairs:
         raise DataError(f"{content.where} holds no problem")

@@ -12,17 +12,19 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from kvpress_eval.tasks import infinitebench as scores
+from kvpress_eval.tasks.data_files import HubFile
 from kvpress_eval.tasks.documents import DocumentQuestion, PublishedDocuments, sources_of, text_of, texts_of
-from kvpress_eval.tasks.hub import HubFile
 from kvpress_eval.tasks.kinds.infinitebench import (
     ASK_CHINESE,
     CHOICES,
     LETTERS,
     READ_CHINESE,
     SubsetWording,
+    best_f1_chinese,
+    choice,
     options_of,
     require_rouge,
+    summary,
 )
 from kvpress_eval.tasks.longbench.subsets import CONTEXT
 from kvpress_eval.tasks.source import Kind, Source, TaskSettings
@@ -63,17 +65,17 @@ FORMS: Mapping[str, SubsetWording] = {
     "qa_eng": SubsetWording(
         "Read the book; questions about it follow.\n\n", "\n\nQuestion: {input}\nAnswer:", mentions, 40
     ),
-    "qa_chn": SubsetWording(READ_CHINESE, ASK_CHINESE, scores.best_f1_chinese, 40),
+    "qa_chn": SubsetWording(READ_CHINESE, ASK_CHINESE, best_f1_chinese, 40),
     "choice_eng": SubsetWording(
         "Read the book; questions about it follow.\n\n",
         f"\n\nQuestion: {{input}}{CHOICES}The letter of the right answer is",
-        scores.choice,
+        choice,
         40,
         options=True,
     ),
     "many_shot": SubsetWording("", _INPUT, mentions, 10),
     "mf": SubsetWording("A list of numbers follows, and questions about it.\n\n", _INPUT, extreme, 5),
-    "summary": SubsetWording("", _INPUT, scores.summary, 200),
+    "summary": SubsetWording("", _INPUT, summary, 200),
 }
 """Subsets with one kind of question; `repoqa` and the two mixed subsets need SCBench's code parsers and are left out."""
 

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvpress_eval.common.errors import DataError
-from kvpress_eval.tasks.hub import HubFile, read
+from kvpress_eval.tasks.data_files import HubFile, read_published
 
 
 class Row(BaseModel, ABC):
@@ -146,7 +146,7 @@ def read_rows(published: PublishedRows, folder: Path | None) -> FileRows:
     Raises:
         DataError: the file cannot be read, a row is invalid, or two rows have the same identifier.
     """
-    content = read(published.file, folder)
+    content = read_published(published.file, folder)
     rows, seen = [], dict[str, str]()
     for where, value in content.rows():
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from itertools import cycle
 
-from kvpress_eval.tasks.hub import HubFile
+from kvpress_eval.tasks.data_files import HubFile
 from kvpress_eval.tasks.questions import PublishedQuestions, hotpot, squad
 from kvpress_eval.tasks.sample import Query, Spans
 from kvpress_eval.tasks.scene import SHORT, Scene, Task

@@ -19,7 +19,7 @@ from kvpress_eval.run.runner import run
 from kvpress_eval.tasks.catalogue import expand_tasks
 from kvpress_eval.tasks.kinds import longbench
 from kvpress_eval.tasks.kinds.longbench import cut_middle
-from kvpress_eval.tasks.scoring import score
+from kvpress_eval.tasks.sample import score
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 

@@ -12,7 +12,7 @@ import pytest
 from kvpress_eval.common.errors import DataError
 from kvpress_eval.config.schema import RunConfig
 from kvpress_eval.tasks.longbench.subsets import CHOICE, FORMS
-from kvpress_eval.tasks.scoring import score
+from kvpress_eval.tasks.sample import score
 from transformers import PreTrainedTokenizerBase
 
 from tests.eval.jsonl import write_lines

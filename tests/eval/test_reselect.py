@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
+from kvpress_eval.commands.reselect import best, candidates
 from kvpress_eval.common.errors import ConfigError, DataError
-from kvpress_eval.fidelity.reselect import best, candidates
 from transformers import Gemma3TextConfig
 
 from tests.eval import commands

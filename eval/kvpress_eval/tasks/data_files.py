@@ -1,20 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read published data from a file in the user's folder, or from the Hugging Face hub at a fixed commit."""
+"""Read the data files of tasks: published ones, those of installed packages, and the user's own.
+
+A published file lies in the user's folder, or is fetched from the Hugging Face hub at a fixed commit.
+"""
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import io
 import json
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from kvpress.packages import DataPackage
 from kvpress_eval.common.errors import DataError
 
+FILE_PREFIX = "file:"
+"""Start of a name that is the path of a file of the user."""
 _PARQUET = b"PAR1"
 _SECONDS = 5
 """Timeout of a request to the hub; without network a command fails in less than twice this time."""
@@ -97,7 +105,17 @@ class Content:
         return rows
 
 
-def read(file: HubFile, folder: Path | None) -> Content:
+@dataclass(frozen=True)
+class PackagedRows:
+    """Rows of a file in an installed package."""
+
+    rows: tuple[tuple[str, Any], ...]
+    """Each row with its location, for messages."""
+    origin: dict[str, str]
+    """Package, version and SHA-256 of the file."""
+
+
+def read_published(file: HubFile, folder: Path | None) -> Content:
     """Read a file from the user's folder or, without one, from the hub or its cache on this machine.
 
     Raises:
@@ -118,6 +136,42 @@ def read(file: HubFile, folder: Path | None) -> Content:
         except OSError as error:
             raise DataError(f"cannot read {path}: {error}") from error
     raise DataError(f"no such file: place it at {folder.absolute()}/{file.placing}; it is {file.origin}, {file.form}")
+
+
+@contextmanager
+def packaged() -> Iterator[None]:
+    """Turn the errors of a missing package, or of a file that it lacks, into a DataError."""
+    try:
+        yield
+    except (ImportError, OSError) as error:
+        raise DataError(str(error)) from error
+
+
+def read_packaged(package: DataPackage, file: str) -> PackagedRows:
+    """Read a file of JSON Lines, gzipped or not, from an installed package.
+
+    Raises:
+        DataError: the package or its file is missing, or a row is not JSON.
+    """
+    with packaged():
+        version, path = package.installed().version, package.path_of(file)
+        if not path.is_file():
+            raise package.missing(file)
+        raw = path.read_bytes()
+        content = Content(gzip.decompress(raw) if path.suffix == ".gz" else raw, str(path))
+    origin = {"package": package.distribution, "version": version, "sha256": hashlib.sha256(raw).hexdigest()}
+    return PackagedRows(tuple(content.rows()), origin)
+
+
+@contextmanager
+def reading(path: Path, what: str) -> Iterator[None]:
+    """Turn errors while a file is read into a DataError with the kind of file, `what`, and its path."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise DataError(f"no such {what}: place it at {path.absolute()}") from error
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read {what} {path}: {error}") from error
 
 
 def _fetch(file: HubFile) -> Content:
