@@ -151,17 +151,16 @@ def _compare(tree: Tree, events: list[Event], kept_counts: list[list[int]], seen
                     raise Fault("pairs", f"{where}: a head keeps {count} of {seen}, a window is {window_size}")
         return
     expected = [expected_pairs(tree, events, layer) for layer in range(len(kept_counts))]
-    known = [item for item in expected if item is not None]
-    if len(known) < len(expected) or events[0].new <= PROTECTED:
+    if None in expected or events[0].new <= PROTECTED:
         return
-    pairs = [item.pairs for item in known]
+    layers = [layer for layer in expected if layer is not None]
+    pairs, cuts = [layer.pairs for layer in layers], layers[0].cuts
     totals = [sum(heads) / len(heads) for heads in kept_counts]
     if not between_layers(tree):
         if any(total != want for total, want in zip(totals, pairs, strict=True)):
             raise Fault("pairs", f"{where}: {totals} per head, by layer; the spec gives {pairs}")
         return
     names = [part["name"] for part in specs.inside(tree)]
-    cuts = known[0].cuts
     if alone and len(events) == 1 and cuts and slopes(cuts[-1]) and totals[0] <= totals[-1]:
         raise Fault("pyramid", f"{where}: {totals} per head, by layer: the first layers should keep more")
     mean, expected_mean = sum(totals) / len(totals), sum(pairs) / len(pairs)
