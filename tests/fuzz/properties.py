@@ -29,7 +29,7 @@ from tests.fuzz.pairs import (
     streaming_window,
 )
 from tests.fuzz.specs import Tree
-from tests.fuzz.talk import Talk, begin, talk
+from tests.fuzz.talk import Talk, begin, decoded, rounded_queries, talk
 from tests.models import full_layers
 
 
@@ -41,13 +41,37 @@ def run(case: Case) -> list[Fault]:
             return []
         tree = specs.tree_of(case.spec, case.family)
         base = observed(case, tree, faults)
-        CHECKS[case.check](case, tree, base)
+        try:
+            CHECKS[case.check](case, tree, base)
+        except Fault:
+            if not is_rounded_by_operators(case, tree, base):
+                raise
     except Fault as fault:
         faults[fault.kind] = fault
     except Exception as error:  # any exception is a fault of the case
         kind = f"raises {type(error).__name__}"
         faults[kind] = Fault(kind, f"{str(error)[:300]} {_place(error)}")
     return list(faults.values())
+
+
+def is_rounded_by_operators(case: Case, tree: Tree, base: Talk) -> bool:
+    """Return whether a property fails only because operators round queries of encoded pairs to 16 bits.
+
+    Rows that share pairs have their queries rounded together, others separately. The property must hold up to noise of that
+    size, and up to the usual noise where pairs are decoded before attention.
+    """
+    if case.check not in ("keep_all", "alone", "select_all", "beside", "chunks"):
+        return False
+    if kvpress.press_from_dict(tree).recipe().codec is None:
+        return False
+    try:
+        with rounded_queries():
+            CHECKS[case.check](case, tree, base)
+        with decoded():
+            CHECKS[case.check](case, tree, observed(case, tree))
+    except Fault:
+        return False
+    return True
 
 
 def refused(case: Case) -> str:
@@ -346,7 +370,10 @@ def select_all(case: Case, tree: Tree, base: Talk) -> None:
 
 
 def beside(case: Case, tree: Tree, base: Talk) -> None:
-    """Check that another press that keeps everything changes nothing, whichever states it observes."""
+    """Check that another press that keeps everything changes nothing, whichever states it observes.
+
+    Beside a selector, the other press has no codec: a codec sets how many of the newest pairs stay out of the selector's pages.
+    """
     rng = specs.seeded(case.seed)
     parts = specs.parts_of(tree)
     scorers = [part["name"] for part in specs.inside(tree) if specs.place_of(part) == "scorer"]
@@ -354,7 +381,8 @@ def beside(case: Case, tree: Tree, base: Talk) -> None:
         # Prefer the same method with other settings: it observes the same states in another way.
         name = rng.choice([rng.choice(specs.names("scorer")), *scorers])
         neighbour = specs.keeps_all(specs.resolved_tree(specs.settings_for(name, rng), case.family))
-        if specs.place_of(parts[0]) in ("codec", "selector") or not specs.is_spec([neighbour, *parts]):
+        stores = specs.encodes(name) and any(specs.place_of(part) == "selector" for part in parts)
+        if stores or specs.place_of(parts[0]) in ("codec", "selector") or not specs.is_spec([neighbour, *parts]):
             continue
         pair = specs.composed([neighbour, *parts])
         conversation, again = observed(case, pair), Again(case, tree)
