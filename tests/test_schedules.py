@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import DynamicCache
 
 import kvpress
 from tests.caches import CODEC, generate, pairs, positions
-from tests.models import padded_batch, tiny_model, tokens
+from tests.models import padded_batch, position_ids, tiny_model, tokens
 from tests.pairwise import every_pair
 
 SCHEDULES = {
@@ -112,6 +114,62 @@ def test_a_padded_row_decodes_on_schedule_as_if_it_were_alone(spec: str) -> None
         with kvpress.get_press(spec)(model):
             alone = generate(model, ids[row : row + 1, -length:], max_new_tokens=16).sequences
         assert torch.equal(together[row, -16:], alone[0, -16:])
+
+
+class OddPairs(kvpress.H2OPress):
+    """Keeps every other pair of 24 or more, by a `compress` of its own."""
+
+    def compress(self, module: Any, hidden_states: Any, keys: Any, values: Any, attentions: Any, kwargs: Any) -> Any:
+        return (keys, values) if keys.shape[2] < 24 else (keys[:, :, 1::2], values[:, :, 1::2])
+
+
+BASES = {
+    "scores": "knorm",
+    "heads": "adakv(knorm)",
+    "layers": "pyramidkv:window_size=4,beta=2",
+    "all layers": "cake:window_size=4",
+}
+
+
+def read_turns(press: Any, ids: torch.Tensor, mask: torch.Tensor, rows: list[int]) -> list[Any]:
+    """Read a prompt, a turn of 24 tokens and eight tokens; return the positions of all kept pairs after every pass."""
+    model, cache, kept = tiny_model("llama"), DynamicCache(), []
+    turns = [tokens(1, 24, seed=row + 1) for row in rows]
+    generated = [tokens(1, 8, seed=row + 9) for row in rows]
+    with press(model):
+        for new in (ids, torch.cat(turns), *torch.cat(generated).split(1, dim=1)):
+            mask = mask if new is ids else torch.cat([mask, torch.ones_like(new)], dim=1)
+            model(new, attention_mask=mask, position_ids=position_ids(mask, new.shape[1]), past_key_values=cache)
+            kept.append(positions(cache))
+    return kept
+
+
+def check_turns_of_rows(press: Any) -> list[Any]:
+    """Check that two rows of a batch keep the pairs that they keep alone; return those of the batch after every pass."""
+    ids, mask = padded_batch([40, 11])
+    together = read_turns(press, ids, mask, [0, 1])
+    for row, length in enumerate([40, 11]):
+        pads = 40 - length
+        alone = read_turns(press, ids[row : row + 1, -length:], torch.ones(1, length, dtype=torch.long), [row])
+        for kept, expected in zip(together, alone, strict=True):
+            for layer, layer_alone in zip(kept, expected, strict=True):
+                assert [[at - pads for at in head if at >= pads] for head in layer[row]] == layer_alone[0]
+    return together
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_turn_is_cut_in_the_rows_whose_target_it_fills(base: str) -> None:
+    """A turn of 24 tokens is as long as half of the text of the short row, and shorter than that of the long row."""
+    together = check_turns_of_rows(
+        kvpress.get_press(f"compression_ratio_decoding({BASES[base]}):compression_interval=4")
+    )
+    counts = [sum(map(len, heads)) for heads in together[1][0]]
+    assert counts[0] == 2 * 64
+    assert counts[1] < 2 * 35
+
+
+def test_intervals_of_rows_begin_when_a_compress_of_users_cuts_them() -> None:
+    check_turns_of_rows(OddPairs(0.5, interval=4))
 
 
 def test_a_press_that_keeps_everything_delays_no_schedule() -> None:

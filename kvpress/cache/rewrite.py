@@ -54,7 +54,6 @@ def seal_streams(
     sealed = DenseSegment(torch.cat(keys), torch.cat(values), Layout(len(stream) for stream in keys))
     sealed._set_slots(torch.cat(slots))
     store.seal(sealed, mask)
-    store.since_eviction = 0
 
 
 def replace_all(store: KVStore, new: tuple[Tensor, Tensor], old: tuple[Tensor, Tensor]) -> None:
@@ -66,6 +65,7 @@ def replace_all(store: KVStore, new: tuple[Tensor, Tensor], old: tuple[Tensor, T
     after = zip(keys, values, strict=True)
     new_slots = [positions_of(*pairs) for pairs in zip(after, before, old_slots, strict=True)]
     seal_streams(store, keys, values, new_slots, None)
+    store.restart_count(range(store.batch))
 
 
 def put_before(store: KVStore, pairs: dict[int, Pairs], mask: Tensor | None) -> None:

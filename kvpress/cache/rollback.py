@@ -26,7 +26,7 @@ class Rollback:
     heads: int
     window: Window
     seen: int
-    since_eviction: int
+    since_eviction: list[int]
     counted: int
     settled: list[int]
     sealed_tokens: list[int] | None
@@ -107,7 +107,7 @@ class Rollback:
             kept_observer.crop(max(0, kept_observer.end - target))
             self.observers[request] = kept_observer
         self._drop(self.seen - target)
-        self.since_eviction = max(0, self.since_eviction - max(0, self.counted - target))
+        self._uncount(self.counted - target)
         self.seen, self.counted = target, min(self.counted, target)
         self.settled = [seen for seen in self.settled if seen <= target]
         if self.journal is not None:
@@ -152,7 +152,11 @@ class Rollback:
             self.window = copy.deepcopy(self.window)  # tokens that are read again must not overwrite the savepoint
         self._drop(tokens)
         self.seen -= tokens
-        self.since_eviction = max(0, self.since_eviction - tokens)
+        self._uncount(tokens)
+
+    def _uncount(self, tokens: int) -> None:
+        """Take so many generated tokens off the count of every row."""
+        self.since_eviction = [max(0, count - max(0, tokens)) for count in self.since_eviction]
 
     def _drop(self, tokens: int) -> None:
         """Drop the pairs of the newest `tokens` tokens, from the window first and then from the dense segment."""

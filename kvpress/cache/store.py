@@ -55,12 +55,13 @@ class KVStore(Rollback):
         self.window = Window.empty_like(keys, values)
         self.seen = 0
         """Tokens that the sequence has consumed, padding included."""
-        self.since_eviction = self.counted = 0
-        """Tokens generated since the last eviction during decoding, counted up to token number `counted`."""
+        self.since_eviction = [0] * self.batch
+        """Tokens that each row has generated since its last eviction, counted up to token number `counted`."""
+        self.counted = 0
         self.settled: list[int] = []
         """Values of `seen` at which `settle` looked for full tiles without waiting."""
-        self.targets: list[int] | None = None
-        """Pairs per head that the last eviction left in each row."""
+        self.targets: list[int | None] = [None] * self.batch
+        """Pairs per head that the last eviction left in each row; None before the first."""
         self.sealed_tokens: list[int] | None = None
         """Real tokens of each row that are no longer in the window."""
         self.observers: dict[Any, Any] = {}
@@ -109,6 +110,15 @@ class KVStore(Rollback):
     def sealed(self) -> list[Segment]:
         """All sealed segments, oldest first."""
         return self.segments if self._dense is None else [*self.segments, self._dense]
+
+    def count_generated(self, tokens: int) -> None:
+        """Count so many generated tokens since the last eviction from every row."""
+        self.since_eviction, self.counted = [count + tokens for count in self.since_eviction], self.seen
+
+    def restart_count(self, rows: Collection[int]) -> None:
+        """Count generated tokens of some rows from here on: pairs were evicted from them."""
+        counts = self.since_eviction
+        self.since_eviction, self.counted = [0 if row in rows else n for row, n in enumerate(counts)], self.seen
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Add new tokens `[B, H, n, D]` at the end."""
@@ -374,7 +384,8 @@ class KVStore(Rollback):
         self.batch = len(order)
         if self.journal is not None:
             self.journal = []
-        self.targets = None if self.targets is None else [self.targets[row] for row in order]
+        self.targets = [self.targets[row] for row in order]
+        self.since_eviction = [self.since_eviction[row] for row in order]
         if self.sealed_tokens is not None:
             self.sealed_tokens = [self.sealed_tokens[row] for row in order]
         for state in (*self.observers.values(), *self.codec_state.values()):

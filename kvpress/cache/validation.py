@@ -19,7 +19,7 @@ from kvpress.cache.store import KVStore
 from kvpress.cache.window import Window
 from kvpress.kernels import Dense, Packed
 
-COUNTERS = ("batch", "heads", "seen", "since_eviction", "counted", "fixed_at")
+COUNTERS = ("batch", "heads", "seen", "counted", "fixed_at")
 """Attributes of a store that count rows, heads or tokens."""
 
 
@@ -106,10 +106,12 @@ def _window_pairs(store: KVStore) -> tuple[Tensor, Tensor]:
 
 def _check_rows(store: KVStore) -> None:
     """Check the attributes of a store with an entry for every row."""
-    for name in ("targets", "sealed_tokens"):
+    for name in ("targets", "since_eviction", *(() if store.sealed_tokens is None else ("sealed_tokens",))):
         numbers = getattr(store, name)
-        if numbers is not None and (not _are_ints(numbers) or len(numbers) != store.batch):
+        if not isinstance(numbers, list) or len(numbers) != store.batch:
             raise ValueError(f"{name} are {numbers!r}, not one number for each of {store.batch} rows")
+        if not _are_ints([0 if number is None and name == "targets" else number for number in numbers]):
+            raise ValueError(f"{name} are {numbers!r}, which are no integers")
     if not _are_ints(store.settled) or not all(
         isinstance(state, dict) for state in (store.observers, store.codec_state)
     ):

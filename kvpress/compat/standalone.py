@@ -109,7 +109,7 @@ def _evicted(step: Eviction, view: View, module: Any, protected: Sequence[SpanRu
     group = Group([view], lambda *_: (amount.of(view.length), view.length), step, free)
     (view,), (scored,) = group.views, group.scored(step)
     (counts,) = shares(step, [group], [scored])
-    mask = chosen(step, view, scored, counts)
+    mask = chosen(view, scored, counts)
     group.forget()
     length = int(mask[0, 0].sum())
     is_even = bool((mask.sum(dim=2) == length).all())

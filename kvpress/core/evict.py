@@ -31,7 +31,14 @@ Free = Callable[[View], Tensor]
 """Returns the mask `[b, h, n]` of the pairs of a view that may be evicted."""
 
 
-def evict(calls: Sequence[LayerCall], step: Eviction, mean: Mean, free: Free | None, codec: CodecAt) -> None:
+def evict(
+    calls: Sequence[LayerCall],
+    step: Eviction,
+    mean: Mean,
+    free: Free | None,
+    codec: CodecAt,
+    rows: Sequence[int] | None = None,
+) -> None:
     """Evict pairs from layers, down to the number per head that `mean` returns, on average over the heads that share it.
 
     Args:
@@ -40,9 +47,10 @@ def evict(calls: Sequence[LayerCall], step: Eviction, mean: Mean, free: Free | N
         mean: computes the target of a view.
         free: marks the pairs that may be evicted, None for all. All others stay, even if they are more than the target.
         codec: maps a layer to the codec that seals its pairs afterwards.
+        rows: rows to evict from, None for all.
     """
     row_by_row = step.allocator.scope == "cache"
-    cuts = [Cut(call, step, row_by_row, free) for call in calls]
+    cuts = [Cut(call, step, row_by_row, free, rows) for call in calls]
     for layers in zip(*(cut.views for cut in cuts), strict=True):
         groups = [Group(views, mean, step, free) for views in layers]
         if len({len(group.views) for group in groups}) > 1:
@@ -52,7 +60,7 @@ def evict(calls: Sequence[LayerCall], step: Eviction, mean: Mean, free: Free | N
         for cut, group in zip(cuts, groups, strict=True):
             cut.hold(group)
         _share_out(cuts, groups, step)
-    shortened = {row for cut in cuts for row in cut.shortened}
+    shortened = set().union(*(cut.shortened for cut in cuts))
     for cut in cuts:
         cut.apply(codec, shortened)
 
@@ -136,17 +144,18 @@ class Group:
             view.group = []
 
 
-def keeps_every(older: Scored, counts: int | Tensor | None) -> bool:
-    """Whether every pair of a view stays if `counts` of the evictable ones do; None stands for all of them."""
+def shortened_rows(older: Scored, counts: int | Tensor | None) -> list[int]:
+    """Return the rows of a view that lose pairs if `counts` of the evictable ones stay; None stands for all of them."""
     if counts is None or isinstance(counts, int):
-        return counts is None or counts >= older.view.length
-    return bool((counts >= older.view.length).all())
+        return [] if counts is None or counts >= older.view.length else older.view.rows
+    loses = (counts < older.view.length).any(dim=1).tolist()
+    return [row for row, row_loses in zip(older.view.rows, loses, strict=True) if row_loses]
 
 
-def chosen(step: Eviction, view: View, older: Scored, counts: int | Tensor | None) -> Tensor:
+def chosen(view: View, older: Scored, counts: int | Tensor | None) -> Tensor:
     """Return the mask `[b, h, n]` of the pairs of a view that stay: `counts` of the evictable ones, and all others."""
     mask = torch.ones(view.shape, dtype=torch.bool, device=view.positions.device)
-    if counts is None or keeps_every(older, counts):
+    if counts is None or not shortened_rows(older, counts):
         return mask
     if older.among is not None and isinstance(counts, int) and counts <= 0:
         return older.put(torch.zeros_like(older.view.positions, dtype=torch.bool), mask)
@@ -156,38 +165,44 @@ def chosen(step: Eviction, view: View, older: Scored, counts: int | Tensor | Non
 class Cut:
     """State of one layer while an eviction runs: a mask of kept pairs for each stream."""
 
-    def __init__(self, call: LayerCall, step: Eviction, row_by_row: bool, free: Free | None) -> None:
+    def __init__(
+        self, call: LayerCall, step: Eviction, row_by_row: bool, free: Free | None, rows: Sequence[int] | None
+    ) -> None:
         self.call, self.store, self.step = call, call.store, step
         window = self.store.window
         check_finite(window.filled_keys, window.filled_values, call.layer.index)
         is_dense = not self.store.sealed and call.tokens.mask is None
         self.opened = None if is_dense else self.store.open_segment(call.tokens.mask)
         row_by_row = row_by_row or (free is not None and self.store.batch > 1)  # spans may differ between rows
-        self.views = view_groups(call, self.opened, row_by_row)
+        self.views = view_groups(call, self.opened, row_by_row, rows)
         self.groups: list[Group] = []
         self.masks: list[Tensor] = [torch.empty(0)] * (self.store.batch * self.store.heads)
+        if rows is not None and len(rows) < self.store.batch:
+            self._keep_all_but(rows)
         self.rewritten: list[tuple[View, Tensor, Rewritten]] = []
         self.widths: dict[int, Tensor] = {}
         self.refitted: dict[int, Target] = {}
-        self.everything = True
         self.shortened: set[int] = set()
-        self.targets = [0] * self.store.batch
+
+    def _keep_all_but(self, rows: Sequence[int]) -> None:
+        """Mark all pairs of the rows that are not evicted from."""
+        for row in set(range(self.store.batch)) - set(rows):
+            for view in (view for group in view_groups(self.call, self.opened, rows=[row]) for view in group):
+                for stream in view.streams:
+                    self.masks[stream] = torch.ones(view.length, dtype=torch.bool, device=view.positions.device)
 
     def hold(self, group: Group) -> None:
-        """Store a group of views and the target of its rows."""
+        """Store a group of views."""
         self.groups.append(group)
-        for row in group.views[0].rows:
-            self.targets[row] = group.views[0].target
 
     def mark(self, view: View, older: Scored, counts: int | Tensor | None) -> None:
         """Store the mask of the pairs of a view that stay, `counts` of the evictable ones, and their new tensors.
 
         None for `counts` keeps all.
         """
-        mask = chosen(self.step, view, older, counts)
-        if not keeps_every(older, counts):
-            self.everything = False
-            self.shortened |= set(view.rows)
+        mask = chosen(view, older, counts)
+        if shortened := shortened_rows(older, counts):
+            self.shortened |= set(shortened)
             rewritten = self.step.rewritten(view, mask, older)
             if rewritten is not None:
                 self.rewritten.append((view, mask, rewritten))
@@ -205,11 +220,9 @@ class Cut:
         Shortened rows also get the pairs that were read behind the prompt.
         """
         self._count()
-        decided_nothing = self.everything and self.step.allocator.decides
-        if self.step.among is None and not decided_nothing:
-            self.store.targets = self.targets
-            self.store.since_eviction, self.store.counted = 0, self.store.seen
-        if not self.everything or self.widths:
+        if self.step.among is None:
+            self._restart()
+        if self.shortened or self.widths:
             self.store.evict(self.masks, self.call.tokens.mask, self.opened)
         if self.rewritten:
             self._rewrite()
@@ -220,19 +233,37 @@ class Cut:
         if self.step.refit is not None and self.refitted:
             refit(self.call, self.step.refit, self.refitted, codec)
 
+    def _restart(self) -> None:
+        """Store the targets of rows, and count their generated tokens from here on; not if an allocator kept all of a row."""
+        for group in self.groups:
+            view = group.views[0]
+            rows = [row for row in view.rows if row in self.shortened or not self.step.allocator.decides]
+            before = enumerate(self.store.targets)
+            self.store.targets = [view.target if row in rows else target for row, target in before]
+            self.store.restart_count(rows)
+
     def _count(self) -> None:
         """Record how many pairs the next ratio applies to: the target, or the number kept if the allocator decides."""
         for group in self.groups:
-            kept, streams = group.views[0].target, [n for view in group.views for n in view.streams]
-            if self.step.among is not None:
-                row = group.views[0].rows[0]
-                evicted = sum(int((~self.masks[n]).sum()) for n in streams) // len(streams)
-                kept = self.call.left.get(row, group.views[0].seen) - evicted
+            view = group.views[0]
             if self.step.allocator.decides:
-                if all(bool(self.masks[n].all()) for n in streams):
-                    continue
-                kept = sum(int(self.masks[n].sum()) for n in streams) // len(streams)
-            self.call.left.update(dict.fromkeys(group.views[0].rows, kept))
+                counts = {row: self._kept(row) for row in view.rows if row in self.shortened}
+            elif self.step.among is None:
+                counts = dict.fromkeys(view.rows, view.target)
+            else:
+                counts = {row: self.call.left.get(row, view.seen) - self._evicted(row) for row in view.rows}
+            self.call.left.update(counts)
+
+    def _masks(self, row: int) -> list[Tensor]:
+        return self.masks[row * self.store.heads : (row + 1) * self.store.heads]
+
+    def _kept(self, row: int) -> int:
+        """Return the number of marked pairs of a row, averaged over its heads."""
+        return sum(int(mask.sum()) for mask in self._masks(row)) // self.store.heads
+
+    def _evicted(self, row: int) -> int:
+        """Return the number of unmarked pairs of a row, averaged over its heads."""
+        return sum(int((~mask).sum()) for mask in self._masks(row)) // self.store.heads
 
     def _put_beside(self, rows: set[int]) -> None:
         """Insert the pairs that were read behind the prompt into the heads of some rows."""

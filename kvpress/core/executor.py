@@ -81,14 +81,11 @@ class Executor:
         """Evict from a layer whose tokens of the pass are stored."""
         store = call.store
         if call.phase == "decode":
-            store.since_eviction, store.counted = (
-                store.since_eviction + store.seen - call.tokens.seen_before,
-                store.seen,
-            )
+            store.count_generated(store.seen - call.tokens.seen_before)
         elif _is_later_turn(call):
             if self.steps["decode"]:
                 call.keep_store(call.tokens.seen_before)
-            store.since_eviction, store.counted = store.since_eviction + 1, store.seen
+            store.count_generated(1)
         for index in range(self.waiting[call.phase]):
             self._evict([call], index)
 
@@ -115,7 +112,7 @@ class Executor:
         watched = any(not item.by_token for item in self.watched["decode"])
         if watched or self.hooks["decode"] or any(step.hook is not None for step in steps):
             return 1
-        intervals = [max(1, (step.schedule.every or 1) - store.since_eviction) for step in steps]
+        intervals = [max(1, (step.schedule.every or 1) - max(store.since_eviction)) for step in steps]
         if codec is not None:
             at = store.settled_at
             interval = codec.interval(store.device)
@@ -166,17 +163,18 @@ class Executor:
         if step.among is not None:
             self._run_among(calls, step)
             return
-        if phase == "decode" and not _is_due(calls[0], step):
+        rows = _due_rows(calls[0], step) if phase == "decode" else list(range(calls[0].store.batch))
+        if not rows:
             return
         for call in calls:
             call.keep_store()
         if step.compress is not None:
             for call in calls:
-                replace_pairs(call, step.compress)
+                replace_pairs(call, step.compress, rows)
             return
         protected = self.recipe.protected
         free = partial(free_pairs, step, protected) if protected else None
-        evict(calls, step, partial(self._mean, step, phase), free, self.recipe.codec_at)
+        evict(calls, step, partial(self._mean, step, phase), free, self.recipe.codec_at, rows)
 
     def _run_among(self, calls: Sequence[LayerCall], step: Eviction) -> None:
         """Evict from spans that were closed since the last call."""
@@ -205,7 +203,9 @@ class Executor:
         elif amount.budget is not None:
             target = amount.budget
         else:
-            target = store.targets[view.rows[0]] if store.targets else amount.of(view.seen - store.since_eviction)
+            row = view.rows[0]
+            last_target = store.targets[row]
+            target = amount.of(view.seen - store.since_eviction[row]) if last_target is None else last_target
         return target, view.seen
 
 
@@ -214,23 +214,35 @@ def _is_later_turn(call: LayerCall) -> bool:
     return call.phase == "prefill" and call.tokens.prompt_start > 0
 
 
-def _is_due(call: LayerCall, step: Eviction) -> bool:
-    """Whether an eviction of generated tokens is due: every `every` tokens, and after a turn as long as the target."""
-    if call.phase == "prefill":
-        if not _is_later_turn(call):
-            return False
-        target = step.schedule.target
-        if target is not None and call.store.seen - call.tokens.prompt_start >= max(1, target.of(call.store.seen)):
-            return True
-    return call.store.since_eviction >= (step.schedule.every or 0)
+def _due_rows(call: LayerCall, step: Eviction) -> list[int]:
+    """Return the rows from which generated tokens are evicted now.
+
+    A row is due every `every` tokens, and after a turn that alone is as long as its target. Padding does not count.
+    """
+    store, target = call.store, step.schedule.target
+    if call.phase == "prefill" and not _is_later_turn(call):
+        return []
+    is_due = [count >= (step.schedule.every or 0) for count in store.since_eviction]
+    if call.phase == "prefill" and target is not None:
+        seen, new = _real_tokens(call, 0), _real_tokens(call, call.tokens.prompt_start)
+        is_due = [due or n >= max(1, target.of(m)) for due, n, m in zip(is_due, new, seen, strict=True)]
+    return [row for row, due in enumerate(is_due) if due]
+
+
+def _real_tokens(call: LayerCall, start: int) -> list[int]:
+    """Return the number of real tokens of each row from token number `start` on."""
+    if call.tokens.mask is None:
+        return [call.store.seen - start] * call.store.batch
+    counts: list[int] = call.tokens.mask[:, start:].sum(dim=1).tolist()
+    return counts
 
 
 def _prepares(step: Eviction, phase: Phase) -> bool:
     return step.prepare is not None and phase in step.prepare.phases
 
 
-def replace_pairs(call: LayerCall, compress: Compress, marked: bool = False) -> None:
-    """Replace the pairs of a layer by those that a user's `compress` returns; their values identify the positions.
+def replace_pairs(call: LayerCall, compress: Compress, rows: Sequence[int], marked: bool = False) -> None:
+    """Replace the pairs of some rows of a layer by those that a user's `compress` returns; their values identify the positions.
 
     Pairs that `compress` marks on the module are evicted. With `marked`, marks from before the call count too.
 
@@ -244,8 +256,13 @@ def replace_pairs(call: LayerCall, compress: Compress, marked: bool = False) -> 
     streams = store.batch * store.heads
     keys: list[Tensor] = [torch.empty(0)] * streams
     values, slots = list(keys), list(keys)
-    changed = False
-    for view in (view for group in view_groups(call) for view in group):
+    changed: list[int] = []
+    unchanged = [row for row in range(store.batch) if row not in rows]
+    for view in (view for group in view_groups(call, rows=unchanged) for view in group):
+        flat = [array.flatten(0, 1) for array in (view.keys, view.values, view.positions + store.seen - view.seen)]
+        for n, *pairs in zip(view.streams, *flat, strict=True):
+            keys[n], values[n], slots[n] = pairs
+    for view in (view for group in view_groups(call, rows=rows) for view in group):
         if not marked:
             vars(call.layer.module).pop(MASKED, None)
         new_keys, new_values = compress(*score_arguments(view))
@@ -257,7 +274,8 @@ def replace_pairs(call: LayerCall, compress: Compress, marked: bool = False) -> 
             )
         if new_keys is not view.keys or new_values is not view.values:
             check_finite(new_keys, new_values, call.layer.index, "returned by `compress`")
-        changed |= new_keys is not view.keys or new_values is not view.values or stays is not None
+        if new_keys is not view.keys or new_values is not view.values or stays is not None:
+            changed += view.rows
         length = new_keys.shape[2] if stays is None else int(stays.sum()) // (stays.shape[0] * stays.shape[1])
         if length != view.length:
             call.left.update(dict.fromkeys(view.rows, length))
@@ -271,12 +289,14 @@ def replace_pairs(call: LayerCall, compress: Compress, marked: bool = False) -> 
             slots[n] = torch.where(positions >= 0, positions + pads, positions)
     if changed:
         seal_streams(store, keys, values, slots, call.tokens.mask)
+        store.restart_count(changed)
 
 
 def evict_masked(call: LayerCall) -> None:
     """Evict the pairs that a user's hook has marked on the module of a layer."""
     if vars(call.layer.module).get(MASKED) is not None:
-        replace_pairs(call, lambda module, hidden_states, keys, values, attentions, kwargs: (keys, values), marked=True)
+        rows = range(call.store.batch)
+        replace_pairs(call, lambda module, hidden, keys, values, attentions, kwargs: (keys, values), rows, marked=True)
 
 
 def _take_masked(module: nn.Module, keys: Tensor) -> Tensor | None:

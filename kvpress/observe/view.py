@@ -271,30 +271,34 @@ class View:
         ]
 
 
-def view_groups(call: LayerCall, opened: DenseSegment | None = None, by_row: bool = False) -> list[list[View]]:
-    """Return views of all stored pairs: one group per set of rows, whose views together cover all KV heads.
+def view_groups(
+    call: LayerCall, opened: DenseSegment | None = None, by_row: bool = False, rows: Sequence[int] | None = None
+) -> list[list[View]]:
+    """Return views of all pairs of some `rows`, None for all: one group per set of rows, whose views cover all KV heads.
 
-    Rows with equally many real tokens share a group; with `by_row`, group b is row b. The heads of a group share one view if
-    they store equally many pairs; otherwise each head has its own view. `opened` is the result of `KVStore.open_segment`
-    if the caller has it.
+    Rows with equally many real tokens share a group if their earlier evictions left equally many pairs at the same token;
+    with `by_row`, every row is a group. The heads of a group share one view if they store equally many pairs; otherwise each
+    head has its own view. `opened` is the result of `KVStore.open_segment` if the caller has it.
     """
     store, mask = call.store, call.tokens.mask
-    if not store.sealed and mask is None and (store.batch == 1 or not by_row):
+    rows = range(store.batch) if rows is None else rows
+    if not store.sealed and mask is None and len(rows) == store.batch and (store.batch == 1 or not by_row):
         return [[_whole_window(call)]]
     opened = store.open_segment(mask) if opened is None else opened
     parts: list[Segment] = [*store.segments, opened]
     counts = [sum(part.layout.lengths[n] for part in parts) for n in range(store.batch * store.heads)]
     real = [store.seen] * store.batch if mask is None else mask.sum(dim=1).tolist()
     pads = None if mask is None else (~mask).cumsum(dim=1).to(store.window.keys.device)
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for row in range(store.batch):
-        key = (row if by_row else 0, real[row], *counts[row * store.heads : (row + 1) * store.heads])
-        groups.setdefault(key, []).append(row)
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for row in rows:
+        lengths = tuple(counts[row * store.heads : (row + 1) * store.heads])
+        history = store.since_eviction[row], store.targets[row]
+        groups.setdefault((row if by_row else 0, history, real[row], lengths), []).append(row)
     views = []
-    for (_, seen, *lengths), rows in groups.items():
+    for (_, _, seen, lengths), members in groups.items():
         even = len(set(lengths)) == 1
         spans = [slice(0, store.heads)] if even else [slice(h, h + 1) for h in range(store.heads)]
-        views.append([_gather(call, parts, pads, rows, span, seen) for span in spans])
+        views.append([_gather(call, parts, pads, members, span, seen) for span in spans])
     return views
 
 

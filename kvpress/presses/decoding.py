@@ -42,8 +42,8 @@ class DecodingPress(Wrapping):
 
     `base_press` is any scorer, also one with head budgets; its own ratio or budget has no effect. `target_ratio` sets the
     target as a compression ratio of the tokens seen instead: 0.75 removes three quarters. The prompt is not compressed: see
-    `PrefillDecodingPress`. A later turn counts as one token, and is cut at once if it alone is as long as the target. A press
-    that reads hidden states gets the newest `hidden_states_buffer_size` of them.
+    `PrefillDecodingPress`. A later turn counts as one token, and rows are cut at once where it alone is as long as their
+    target. A press that reads hidden states gets the newest `hidden_states_buffer_size` of them.
 
     Paper: none; a schedule.
     Differs from the paper: nothing.

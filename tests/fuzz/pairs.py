@@ -34,8 +34,32 @@ class Event:
     """Whether presses act on its prompt."""
 
 
-def expected_pairs(tree: Tree, events: Sequence[Event], layer: int) -> float | None:
-    """Return the pairs per head of one layer, averaged over its heads, after these turns; None where the spec does not fix it.
+@dataclass
+class Cut:
+    """An eviction from one row."""
+
+    press: Tree
+    """Press that evicts."""
+    seen: int
+    """Tokens seen so far."""
+    stored: int
+    """Pairs per head before the eviction."""
+    target: int
+    """Pairs per head that the press keeps, on average over layers."""
+
+
+@dataclass
+class Expected:
+    """Pairs of one layer after some turns of one row."""
+
+    pairs: int
+    """Pairs per head, averaged over the heads."""
+    cuts: list[Cut]
+    """All evictions so far."""
+
+
+def expected_pairs(tree: Tree, events: Sequence[Event], layer: int) -> Expected | None:
+    """Return the pairs of one layer after these turns; None where the spec does not fix their number.
 
     Ratios are of all tokens seen; for composed presses, the ratio of each applies to the pairs left by the previous one. The
     number of pairs kept of a prompt stays the budget of methods that evict while tokens are generated, unless a schedule sets
@@ -47,6 +71,7 @@ def expected_pairs(tree: Tree, events: Sequence[Event], layer: int) -> float | N
         return None
     prompt, schedules = _phases(tree)
     stored, seen, age, budget = 0, 0, 0, None
+    cuts: list[Cut] = []
     for event in events:
         turn, seen = seen > 0, seen + event.new
         age += turn
@@ -58,20 +83,23 @@ def expected_pairs(tree: Tree, events: Sequence[Event], layer: int) -> float | N
                 share = _of_prompt(press, budget, layer)
                 if share is None:
                     return None
+                cuts.append(Cut(press, seen, stored, share))
                 budget = share
             stored, age = min(stored, budget), 0
         for press in schedules if turn else ():
             interval, target = _of_decoding(press, seen, budget)
             fills = target is not None and press["name"] in intervals() and event.new >= max(1, target)
             if press not in prompt and target is not None and (age >= interval or fills):
+                cuts.append(Cut(press, seen, stored, target))
                 stored, age = min(stored, target), 0
         for _ in range(event.read):
             seen, stored, age = seen + 1, stored + 1, age + 1
             for press in schedules:
                 interval, target = _of_decoding(press, seen, budget)
                 if age >= interval and target is not None:
+                    cuts.append(Cut(press, seen, stored, target))
                     stored, age = min(stored, target), 0
-    return stored
+    return Expected(stored, cuts)
 
 
 def _without_advice(tree: Tree) -> Tree:
@@ -162,6 +190,23 @@ def between_layers(tree: Tree) -> bool:
     return not any(part["name"] == "per_layer_compression" for part in inside(tree)) and any(
         part["name"] in BETWEEN_LAYERS and not setting(part, "layerwise") for part in inside(tree)
     )
+
+
+def slopes(cut: Cut) -> bool:
+    """Return whether pyramidkv keeps more pairs in the first layer than in the last; see `PyramidKVPress` for its budgets.
+
+    Layers keep equally many where the last one would keep less than its window, or where the cache is smaller than that.
+    """
+    press = next((part for part in inside(cut.press) if part["name"] == "pyramidkv"), None)
+    if press is None:
+        return False
+    window, ratio = int(setting(press, "window_size")), setting(press, "compression_ratio")
+    length, mean = cut.seen - spared(cut.press), float(cut.target - spared(cut.press))
+    if setting(press, "budget") is None and int(length * (1 - ratio)) == mean:
+        mean = length * (1 - ratio)
+    first = min(2 * mean - mean / int(setting(press, "beta")), length - window)
+    last = 2 * mean - first
+    return mean < length and window <= last and round(last) < min(round(first), cut.stored)
 
 
 def counts(positions: Any, row: int, pads: int, layers: Sequence[int]) -> list[list[int]]:

@@ -24,11 +24,12 @@ from tests.fuzz.pairs import (
     between_layers,
     counts,
     expected_pairs,
+    slopes,
     spared,
     streaming_window,
 )
 from tests.fuzz.specs import Tree
-from tests.fuzz.talk import Talk, begin, talk
+from tests.fuzz.talk import Talk, begin, decoded, rounded_queries, talk
 from tests.models import full_layers
 
 
@@ -40,13 +41,37 @@ def run(case: Case) -> list[Fault]:
             return []
         tree = specs.tree_of(case.spec, case.family)
         base = observed(case, tree, faults)
-        CHECKS[case.check](case, tree, base)
+        try:
+            CHECKS[case.check](case, tree, base)
+        except Fault:
+            if not is_rounded_by_operators(case, tree, base):
+                raise
     except Fault as fault:
         faults[fault.kind] = fault
     except Exception as error:  # any exception is a fault of the case
         kind = f"raises {type(error).__name__}"
         faults[kind] = Fault(kind, f"{str(error)[:300]} {_place(error)}")
     return list(faults.values())
+
+
+def is_rounded_by_operators(case: Case, tree: Tree, base: Talk) -> bool:
+    """Return whether a property fails only because operators round queries of encoded pairs to 16 bits.
+
+    Rows that share pairs have their queries rounded together, others separately. The property must hold up to noise of that
+    size, and up to the usual noise where pairs are decoded before attention.
+    """
+    if case.check not in ("keep_all", "alone", "select_all", "beside", "chunks"):
+        return False
+    if kvpress.press_from_dict(tree).recipe().codec is None:
+        return False
+    try:
+        with rounded_queries():
+            CHECKS[case.check](case, tree, base)
+        with decoded():
+            CHECKS[case.check](case, tree, observed(case, tree))
+    except Fault:
+        return False
+    return True
 
 
 def refused(case: Case) -> str:
@@ -150,17 +175,19 @@ def _compare(tree: Tree, events: list[Event], kept_counts: list[list[int]], seen
                     raise Fault("pairs", f"{where}: a head keeps {count} of {seen}, a window is {window_size}")
         return
     expected = [expected_pairs(tree, events, layer) for layer in range(len(kept_counts))]
-    if any(count is None for count in expected) or events[0].new <= PROTECTED:
+    if None in expected or events[0].new <= PROTECTED:
         return
+    layers = [layer for layer in expected if layer is not None]
+    pairs, cuts = [layer.pairs for layer in layers], layers[0].cuts
     totals = [sum(heads) / len(heads) for heads in kept_counts]
     if not between_layers(tree):
-        if any(total != want for total, want in zip(totals, expected, strict=True)):
-            raise Fault("pairs", f"{where}: {totals} per head, by layer; the spec gives {expected}")
+        if any(total != want for total, want in zip(totals, pairs, strict=True)):
+            raise Fault("pairs", f"{where}: {totals} per head, by layer; the spec gives {pairs}")
         return
     names = [part["name"] for part in specs.inside(tree)]
-    if alone and "pyramidkv" in names and len(events) == 1 and expected[0] < seen and totals[0] <= totals[-1]:
+    if alone and len(events) == 1 and cuts and slopes(cuts[-1]) and totals[0] <= totals[-1]:
         raise Fault("pyramid", f"{where}: {totals} per head, by layer: the first layers should keep more")
-    mean, expected_mean = sum(totals) / len(totals), sum(expected) / len(expected)  # type: ignore[arg-type]
+    mean, expected_mean = sum(totals) / len(totals), sum(pairs) / len(pairs)
     slack = 1  # each layer rounds its count
     # A later pyramid's share of a layer may exceed what an earlier pyramid left there.
     below = bool({"cake", "pyramidkv"} & set(names)) and (
@@ -343,7 +370,10 @@ def select_all(case: Case, tree: Tree, base: Talk) -> None:
 
 
 def beside(case: Case, tree: Tree, base: Talk) -> None:
-    """Check that another press that keeps everything changes nothing, whichever states it observes."""
+    """Check that another press that keeps everything changes nothing, whichever states it observes.
+
+    Beside a selector, the other press has no codec: a codec sets how many of the newest pairs stay out of the selector's pages.
+    """
     rng = specs.seeded(case.seed)
     parts = specs.parts_of(tree)
     scorers = [part["name"] for part in specs.inside(tree) if specs.place_of(part) == "scorer"]
@@ -351,7 +381,8 @@ def beside(case: Case, tree: Tree, base: Talk) -> None:
         # Prefer the same method with other settings: it observes the same states in another way.
         name = rng.choice([rng.choice(specs.names("scorer")), *scorers])
         neighbour = specs.keeps_all(specs.resolved_tree(specs.settings_for(name, rng), case.family))
-        if specs.place_of(parts[0]) in ("codec", "selector") or not specs.is_spec([neighbour, *parts]):
+        stores = specs.encodes(name) and any(specs.place_of(part) == "selector" for part in parts)
+        if stores or specs.place_of(parts[0]) in ("codec", "selector") or not specs.is_spec([neighbour, *parts]):
             continue
         pair = specs.composed([neighbour, *parts])
         conversation, again = observed(case, pair), Again(case, tree)

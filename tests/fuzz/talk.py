@@ -6,14 +6,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor
 
 import kvpress
+from kvpress import kernels
 from tests.fuzz.cases import ROWS, Case
 from tests.fuzz.models import DTYPES, model_of
 from tests.fuzz.specs import Tree
@@ -165,6 +168,41 @@ def begin(case: Case, tree: Tree | None, rows: tuple[int, ...] = (), chunk: int 
     return Talk(case, press, rows or every, case.chunk if chunk is None else chunk)
 
 
+QUERIES: ContextVar[bool] = ContextVar("queries", default=False)
+"""Whether noise is also added to queries of encoded pairs."""
+
+
+@contextmanager
+def rounded_queries() -> Iterator[None]:
+    """Let noisy runs of this block add noise to queries of encoded pairs too, which operators round to 16 bits."""
+    token = QUERIES.set(True)
+    try:
+        yield
+    finally:
+        QUERIES.reset(token)
+
+
+def decoded() -> AbstractContextManager[Any]:
+    """Return a block in which encoded pairs are decoded before attention, without the operators that read codes."""
+    return mock.patch.object(kernels, "serves", return_value=False)
+
+
+@contextmanager
+def noisy_queries(generator: torch.Generator) -> Iterator[None]:
+    """Add half a unit of 16 bits to all queries of an operator, as large as its rounding; see `kernels.attention.contract`."""
+
+    def changed(operator: Any) -> Any:
+        def run(queries: Tensor, *arguments: Any) -> Any:
+            signs = torch.randint(0, 2, queries.shape, generator=generator) * 2 - 1
+            return operator(queries + queries.abs().amax(dim=(1, 2), keepdim=True) * 2.0**-16 * signs, *arguments)
+
+        return run
+
+    operators = {name: changed(getattr(kernels, name)) for name in ("decode", "decode_parts")}
+    with mock.patch.multiple(kernels, **operators):
+        yield
+
+
 @contextmanager
 def noisy(case: Case, seed: int | None) -> Iterator[None]:
     """Add noise to every embedded token, as large as the rounding errors of the residual stream.
@@ -184,6 +222,7 @@ def noisy(case: Case, seed: int | None) -> Iterator[None]:
 
     handle = model_of(case.family, case.dtype).get_input_embeddings().register_forward_hook(change)
     try:
-        yield
+        with noisy_queries(generator) if QUERIES.get() else nullcontext():
+            yield
     finally:
         handle.remove()

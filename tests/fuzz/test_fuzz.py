@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import kvpress
+from kvpress import kernels
 from tests.fuzz import specs
 from tests.fuzz.__main__ import report
 from tests.fuzz.cases import COUNT, Case, ci_cases, dimensions, random_cases, reaches
@@ -109,3 +110,17 @@ def test_a_fault_is_found_named_and_made_small(monkeypatch: pytest.MonkeyPatch) 
     small = shrunk(case, fault.kind)
     assert small == dataclasses.replace(case, spec="knorm:compression_ratio=0.5", family="llama", turns="1")
     assert f"python -m tests.fuzz '{small}'" in report(small, fault)
+
+
+def test_a_fault_of_an_operator_is_no_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an operator read with queries of the neighbour, which is right for one row, and where pairs are decoded."""
+    decode_parts = kernels.decode_parts
+
+    def careless(queries: torch.Tensor, *arguments: Any) -> Any:
+        return decode_parts(queries if len(queries) == 2 else queries.roll(2, dims=0), *arguments)
+
+    case = Case("kivi:bits=4,group_size=8,residual_length=8", rows="even", check="alone")
+    assert run(case) == []
+    monkeypatch.setattr(kernels, "decode_parts", careless)
+    (fault,) = run(case)
+    assert fault.kind == "alone"

@@ -53,6 +53,32 @@ def test_a_threshold_between_two_rows_cuts_one_of_them() -> None:
         assert sum(row == [CUT, CUT] for row in first) == lazy
 
 
+@pytest.mark.parametrize(
+    "behind",
+    ["knorm:0.5", "decoding(knorm):compression_interval=4,target_size=20"],
+    ids=["ratio of the pairs left", "interval"],
+)
+def test_a_press_behind_it_treats_rows_as_if_they_were_alone(behind: str) -> None:
+    """Rows of equal length, of which one is cut: it decides how many pairs a ratio applies to, and when an interval begins."""
+    model, ids = tiny_model("llama", "eager"), tokens(2, LENGTH)
+    low, high = paid(model, ids, 1)[0].sort().values.tolist()
+    both = press((low + high) / 2) + kvpress.get_press(behind)
+
+    def kept(rows: slice) -> list[Any]:
+        cache, new = DynamicCache(), tokens(2, 13, seed=3)[rows]
+        with both(model):
+            for part in (ids[rows], *new[:, :3].split(1, dim=1), new[:, 3:9], *new[:, 9:].split(1, dim=1)):
+                model(part, past_key_values=cache)
+                steps.append(positions(cache))
+        return [layer for step in steps for layer in step]
+
+    steps: list[Any] = []
+    together = kept(slice(None))
+    for row in range(2):
+        steps = []
+        assert [layer[row] for layer in together] == [layer[0] for layer in kept(slice(row, row + 1))]
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
 def test_a_threshold_of_one_is_no_press(family: str) -> None:
     model = tiny_model(family, "eager")

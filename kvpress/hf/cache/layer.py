@@ -143,7 +143,7 @@ class PressLayer(CacheLayerMixin):
             )
         self.store.append(key_states, value_states)
         if key_states.shape[2] == 1:
-            self.store.since_eviction, self.store.counted = self.store.since_eviction + 1, self.store.seen
+            self.store.count_generated(1)
         return dense_pairs(self.store)
 
     def empty_twin(self) -> PressLayer:

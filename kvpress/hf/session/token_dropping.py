@@ -239,6 +239,7 @@ def _put(call: LayerCall, handed: Handed) -> None:
     keys, values = zip(*((keys[real[row]], values[real[row]]) for keys, values, row in flat), strict=True)
     store.seen, call.tokens.mask = handed.length, handed.mask
     seal_streams(store, keys, values, [columns[row] for row in rows], handed.mask)
+    store.restart_count(range(store.batch))
     call.left.update({row: len(row_columns) for row, row_columns in enumerate(columns)})
     if SPANS in store.observers:
         store.observers[SPANS].end = handed.length
