@@ -134,7 +134,8 @@ def packed_variant(
     factor per row; with `centred`, the middle code means zero.
     """
     kg, vg = key_group or (group, 1), (1, group)
-    launch = packed.limits(2 * D, rank > 0 or outliers, floats is not None, vg[1] == D and not listed)
+    small = not listed and bits != 3 and kg[0] % 64 in (16, 32, 48)
+    launch = packed.limits(2 * D, rank > 0 or outliers, floats is not None, small)
     block, fold = packed.block_rows(kg[0], not listed, launch.block)
     key = packed.byte_chunks(D, bits, None if fold else kg[1])
     value = packed.byte_chunks(D, bits, vg[1])

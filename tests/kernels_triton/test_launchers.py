@@ -21,9 +21,9 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from triton.runtime.jit import KernelInterface
 
+from kvpress.kernels.attention.triton import as_partials, merge_partials
 from kvpress.kernels.attention.triton import coded as coded_kernel
 from kvpress.kernels.attention.triton import dense as dense_kernel
-from kvpress.kernels.attention.triton import merge
 from kvpress.kernels.attention.triton import packed as packed_kernel
 from kvpress.kernels.quantisation import triton as quantisation
 from kvpress.kernels.triton.grid import WITHOUT_DEVICE, resident
@@ -118,7 +118,9 @@ OPERATORS: dict[str, Callable[[], Any]] = {
     ),
     "page_bounds": lambda: kernels.page_bounds(queries(), data(), data(), ranges(), capacity=100),
     "label_scores": lambda: kernels.label_scores(queries(), packed((1, D)), ranges(), capacity=100),
-    "merge": lambda: merge.merge(torch.empty(N, 5, M, D), torch.empty(N, 5, M)),
+    "merge": lambda: merge_partials(queries(), as_partials([(torch.empty(N, M, D), torch.empty(N, M))] * 2)),
+    "select": lambda: kernels.top_rows(torch.empty(N, 100), ranges(), 9, first=1, last=2),
+    "blocks": lambda: kernels.rows_of_blocks(listed(), ranges(), ranges(), 4, longest=100),
     "quantise": lambda: quantisation.encode(data(), 4, (32, 1)),
 }
 
@@ -160,11 +162,12 @@ def launched(rows: Rows, streams: int, longest: int | None, grids: list[tuple[An
 
 
 def test_a_short_window_is_not_split_and_not_merged(grids: list[tuple[Any, ...]]) -> None:
-    assert launched(Rows(Dense(data()), Dense(data())), N, 64, grids) == [(N, 1, 1)]
+    assert launched(Rows(Dense(data()), Dense(data())), N, 64, grids) == [(N, 1)]
 
 
 def test_splits_are_no_more_than_the_longest_stream_can_use(grids: list[tuple[Any, ...]]) -> None:
-    assert launched(Rows(Dense(data()), Dense(data())), 1, 512, grids) == [(1, 4, 1), (M,)]
+    """Four splits of two blocks, and one for the rest of the stream's blocks."""
+    assert launched(Rows(Dense(data()), Dense(data())), 1, 512, grids) == [(5, 1), (M,)]
 
 
 def stepped() -> Rows:
@@ -173,7 +176,10 @@ def stepped() -> Rows:
 
 RESIDENT = {
     "dense": (dense_kernel.RESIDENT, lambda: Rows(Dense(data()), Dense(data()))),
-    "packed": (packed_kernel.RESIDENT, stepped),
+    "packed": (
+        resident(packed_kernel.WARPS, packed_kernel.limits(2 * D, False).registers, packed_kernel.RESIDENT),
+        stepped,
+    ),
     "coded": (coded_kernel.RESIDENT, flat),
 }
 
@@ -182,8 +188,8 @@ RESIDENT = {
 @pytest.mark.parametrize("streams", [2, 3])
 def test_all_splits_run_at_once(kind: str, streams: int, grids: list[tuple[Any, ...]]) -> None:
     limit, make = RESIDENT[kind]
-    (_, splits, _), merged = launched(make(), streams, None, grids)
-    assert splits == limit * WITHOUT_DEVICE // streams
+    (splits, _), merged = launched(make(), streams, None, grids)
+    assert splits == limit * WITHOUT_DEVICE
     assert merged == (streams * M,)
 
 
@@ -197,7 +203,7 @@ def test_results_of_parts_are_merged_in_one_launch(grids: list[tuple[Any, ...]])
     rows = Rows(Dense(data()), Dense(data()))
     parts = [kernels.Part(rows, replace(ranges(), longest=64)) for _ in range(3)]
     kernels.decode_parts(queries(), parts, Options(0.1))
-    assert grids == [(N, 1, 1)] * 3 + [(N * M,)]
+    assert grids == [(N, 1)] * 3 + [(N * M,)]
 
 
 def test_scores_have_the_width_of_the_capacity_without_a_host_read(grids: list[tuple[Any, ...]]) -> None:

@@ -75,7 +75,7 @@ def plan(
 
 
 def resident(warps: int, registers: int | None, limit: int) -> int:
-    """Return the number of programs, at most `limit`, that fit on a multiprocessor with their registers per thread."""
+    """Return the number of programs, at most `limit`, that fit on a multiprocessor; `limit` where registers are not limited."""
     return limit if registers is None else max(1, min(limit, REGISTERS // (32 * warps * registers)))
 
 

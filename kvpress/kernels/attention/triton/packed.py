@@ -42,20 +42,20 @@ class LaunchLimits:
     """Most query rows of a tile."""
     block: int
     """Most cached rows of a tile."""
-    registers: int | None
-    """Most registers per thread; None for no limit."""
+    registers: int
+    """Most registers per thread: `resident` counts on them, so that all splits run at once."""
     warps: int = WARPS
     """Warps of a program."""
 
 
-def limits(channels: int, corrected: bool, levelled: bool = False, scaled: bool = False) -> LaunchLimits:
+def limits(channels: int, corrected: bool, levelled: bool = False, small: bool = False) -> LaunchLimits:
     """Return the limits for a number of key and value channels together.
 
     Args:
         channels: channels of keys and values together.
         corrected: rows have corrections.
         levelled: codes have levels.
-        scaled: values are contiguous, with one scale for all channels.
+        small: blocks have few rows, since groups of keys do, and fit in fewer registers.
     """
     if corrected:
         if channels <= 256:
@@ -64,8 +64,15 @@ def limits(channels: int, corrected: bool, levelled: bool = False, scaled: bool 
         return LaunchLimits(4, 16, 255) if TRITON >= (3, 8) else LaunchLimits(4, 32, 255, 2 * WARPS)
     if channels > 256:
         return LaunchLimits(16, 32 if levelled else 64, 255)
-    # Without a limit, ptxas spills even for small tiles, in order to run more of them. Levels need more registers on sm_80.
-    return LaunchLimits(16, 64, 128 if channels <= 128 else 168 if scaled and not levelled else None)
+    if channels <= 128:
+        return LaunchLimits(16, 64, 128)
+    small_registers = 144 if TRITON >= (3, 8) else 128
+    return LaunchLimits(16, 64, 192 if levelled else small_registers if small else 168)
+
+
+def has_small_blocks(side: Packed, contiguous: bool) -> bool:
+    """Return whether blocks have at most 32 rows, as groups of keys do; codes of 3 bits need the registers of larger ones."""
+    return contiguous and side.group_lengths is None and side.bits != 3 and side.group[0] % 64 in (16, 32, 48)
 
 
 @dataclass(frozen=True)
@@ -125,7 +132,7 @@ def launch(q: Tensor, rows: Rows, where: Where, options: Options, added: Product
     key_group, value_group = row_group(keys), row_group(values)
     terms = (*key_terms.tensors(), *value_terms.tensors())
     contiguous, corrected = isinstance(where, Ranges), any(term is not None for term in terms)
-    bounds = limits(D + DV, corrected, keys.levels is not None, contiguous and values.group[1] == DV)
+    bounds = limits(D + DV, corrected, keys.levels is not None, has_small_blocks(keys, contiguous))
     block, fold = block_rows(keys.group[0], contiguous and key_group is None, bounds.block)
     key = byte_chunks(D, keys.bits, None if fold else keys.group[1])
     value = byte_chunks(DV, values.bits, values.group[1])
