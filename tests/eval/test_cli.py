@@ -198,7 +198,7 @@ def test_the_demo_ends_with_the_verdict_and_continues(monkeypatch: pytest.Monkey
     for _ in range(2):
         code, output = invoke("demo", "--model", "reference", "--out", str(tmp_path))
         assert code == 0
-        assert "12 questions in 2 contexts" in output
+        assert "20 questions in 2 contexts" in output
         assert "By exact answers: " in output
     assert json.loads((tmp_path / "reference.json").read_text())["kind"] == "recall"
 

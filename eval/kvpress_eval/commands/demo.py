@@ -25,7 +25,7 @@ PRESSES = (
     "quest:budget=256,page_size=4",
 )
 """Full cache, codec, recipe of eviction and codec, common eviction, budget over all layers, selector."""
-CONTEXTS, FACTS = 15, 6
+CONTEXTS, FACTS = 9, 10
 
 
 def command(
@@ -74,7 +74,7 @@ def choose_model() -> tuple[str, str | None]:
 
 
 def demo_config(model: str) -> RunConfig:
-    """Return the settings of the demo: about 4 minutes on two idle CPU cores."""
+    """Return the settings of the demo: about 3 minutes on two idle CPU cores."""
     from kvpress_eval.config.schema import RunConfig
 
     return RunConfig(model=model, presses=PRESSES, lengths=(1024,), samples=CONTEXTS, threads=2)
