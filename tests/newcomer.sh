@@ -97,7 +97,7 @@ with_eval() {
     step "kvpress eval --help" 15 bash -c 'bare eval kvpress eval --help'
     shows "niah_single"
     step "kvpress demo" 1500 bash -c 'bare eval kvpress demo --out demo'
-    shows "Smallest cache without a loss beyond chance"
+    shows "By exact answers"
     lacks "compil"
     size "results of the demo" "$WORK/demo" 50
 }

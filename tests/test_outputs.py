@@ -137,12 +137,13 @@ def test_a_report_replaces_its_own_pages_and_no_others(text: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("command", ["eval", "demo", "tune"])
 def test_a_folder_with_other_files_is_refused_before_any_work(command: str, text: Path, tmp_path: Path) -> None:
-    (tmp_path / "table.tex").write_text("years of work")
-    arguments = {"eval": ("--press", "none"), "demo": (), "tune": ("--smaller", "2")}[command]
+    name = "reference.json" if command == "demo" else "table.tex"
+    (tmp_path / name).write_text("years of work")
+    arguments = {"eval": ("--press", "none"), "demo": ("--model", "reference"), "tune": ("--smaller", "2")}[command]
     done = run(text, command, *arguments, "--out", str(tmp_path))
     assert done.exit_code == 4
-    assert "table.tex exists" in printed(done)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["table.tex", "text.txt"]
+    assert f"{name} exists" in printed(done)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [name, "text.txt"]
 
 
 def test_a_search_does_not_take_over_files_of_others(tmp_path: Path) -> None:

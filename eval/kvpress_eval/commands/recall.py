@@ -3,12 +3,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 from rich.text import Text
 
 from kvpress_eval.commands import _shared as shared
+
+if TYPE_CHECKING:
+    from kvpress_eval.config.schema import RunConfig
+    from kvpress_eval.recall.facts import FactSettings
+    from kvpress_eval.recall.figures import Margins
 
 
 def command(
@@ -18,7 +25,9 @@ def command(
     contexts: Annotated[int, typer.Option(help="Contexts of each length.")] = 10,
     facts: Annotated[int, typer.Option(help="Facts of a context, each with a question.")] = 6,
     values: Annotated[str, typer.Option(help="Kinds of values, in turn: digits, words, quote, json, code.")] = "digits",
-    filler: Annotated[str, typer.Option(help="Text around the facts: noise, repeat or file:PATH.")] = "noise",
+    filler: Annotated[
+        str, typer.Option(help="Text around the facts: noise, repeat, essays, stdlib or a file.")
+    ] = "noise",
     question_aware: Annotated[
         bool, typer.Option("--question-aware/--question-unaware", help="Compress after the question.")
     ] = False,
@@ -39,12 +48,9 @@ def command(
     """
     options = {**locals(), "samples": contexts}
     with shared.exit_codes() as console:
-        from kvpress.signals import INTERRUPTED, Terminated
-        from kvpress_eval.common.files import check_replaced, make_room, write_json
+        from kvpress_eval.common.files import check_replaced, make_room
         from kvpress_eval.recall.facts import FactSettings
         from kvpress_eval.recall.figures import Margins
-        from kvpress_eval.recall.measure import measure
-        from kvpress_eval.report.recall_table import to_table
         from kvpress_eval.results.verdict import nats, points
 
         config = shared.make_config(options, press, *shared.split(lengths))
@@ -52,20 +58,37 @@ def command(
             make_room(out, "figures.json")
             check_replaced([out], [model, filler.removeprefix("file:")], force)
         margins = Margins(points(margin), nats(kl_margin))
-        settings = FactSettings(facts, tuple(shared.split(values)))
-        try:
-            record = measure(config, settings, margins, console, out and out.with_name(f"{out.name}.rows"))
-        except Terminated:
-            raise
-        except KeyboardInterrupt:
-            if out:
-                console.print("interrupted; the same command continues where this one stopped")
-            raise typer.Exit(INTERRUPTED) from None
-        for cell in record["cells"]:
-            title = f"\n{cell['length']} tokens, {contexts * facts} questions in {contexts} contexts"
-            console.print(Text(title, style="bold"))
-            console.print(to_table(cell["rows"]))
-            for sentence in cell["sentences"]:
-                console.print(Text(sentence, style="bold"), soft_wrap=True)
+        measure_and_write(config, FactSettings(facts, tuple(shared.split(values))), margins, out, console)
+
+
+def measure_and_write(
+    config: RunConfig, facts: FactSettings, margins: Margins, out: Path | None, console: Console
+) -> None:
+    """Measure recall, print a table and the verdicts for each length, and write the figures to `out`."""
+    from kvpress.signals import INTERRUPTED, Terminated
+    from kvpress_eval.common.files import write_json
+    from kvpress_eval.recall.measure import measure
+    from kvpress_eval.report.recall_table import to_table
+
+    try:
+        record = measure(config, facts, margins, console, out and rows_folder(out))
+    except Terminated:
+        raise
+    except KeyboardInterrupt:
         if out:
-            write_json(out, record)
+            console.print("interrupted; the same command continues where this one stopped")
+        raise typer.Exit(INTERRUPTED) from None
+    for cell in record["cells"]:
+        questions = config.samples * facts.count
+        title = f"\n{cell['length']} tokens, {questions} questions in {config.samples} contexts"
+        console.print(Text(title, style="bold"))
+        console.print(to_table(cell["rows"]))
+        for sentence in cell["sentences"]:
+            console.print(Text(sentence, style="bold"), soft_wrap=True)
+    if out:
+        write_json(out, record)
+
+
+def rows_folder(out: Path) -> Path:
+    """Return the folder of the rows that a measurement stores beside its figures."""
+    return out.with_name(f"{out.name}.rows")
