@@ -253,6 +253,18 @@ class View:
             memo={},
         )
 
+    def some_rows(self, members: list[int]) -> View:
+        """Return a view of some of its rows, by their index in `rows`."""
+        return replace(
+            self,
+            rows=[self.rows[member] for member in members],
+            vectors=lambda: (self.keys[members], self.values[members]),
+            positions=self.positions[members],
+            side={name: array[members] for name, array in self.side.items()},
+            group=[],
+            memo={},
+        )
+
     def _head(self, head: int) -> tuple[Tensor, Tensor]:
         return self.keys[:, head : head + 1], self.values[:, head : head + 1]
 

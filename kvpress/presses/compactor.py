@@ -68,17 +68,26 @@ class CompactorPress(ScorerPress):
 
     def blend(self, view: View, weigh_values: bool) -> Tensor:
         """Return the sum of both terms, the attention with or without the norm of the values."""
-        weight = 1 - view.target / view.seen if self.blending is None else self.blending
         sinks, newest = view.positions < self.sink_size_start, view.positions >= view.seen - self.sink_size_end
-        # Heads may differ in the tokens they store at both ends after an eviction, so only common columns are cut off.
-        start, stop = int(sinks.sum(dim=2).min()), view.length - int(newest.sum(dim=2).min())
-        if start >= stop:
-            return torch.full(view.shape, torch.inf, device=view.positions.device)
+        # Heads may differ in the tokens they store at both ends after an eviction, so only columns common to a row are cut off.
+        ends = torch.stack([end.sum(dim=2).amin(dim=1) for end in (sinks, newest)], dim=1).tolist()
+        members: dict[tuple[int, ...], list[int]] = {}
+        for row, counts in enumerate(ends):
+            members.setdefault(tuple(counts), []).append(row)
+        scores = torch.full(view.shape, torch.inf, device=view.positions.device)
+        for (start, end), rows in members.items():
+            if start < view.length - end:
+                part = view if len(members) == 1 else view.some_rows(rows)
+                scores[rows] = self._blend(part, weigh_values, start, view.length - end)
+        return scores.masked_fill(sinks | newest, torch.inf)
+
+    def _blend(self, view: View, weigh_values: bool, start: int, stop: int) -> Tensor:
+        """Return the sum of both terms over the columns start .. stop - 1, infinite elsewhere."""
+        weight = 1 - view.target / view.seen if self.blending is None else self.blending
         between = view.pairs(torch.arange(start, stop, device=view.positions.device).expand(*view.shape[:2], -1))
         scores = weight * standardised(leverage(between, self.sketch_dimension))
         scores += standardised(chunk_attention(between, self.wants[0], weigh_values=weigh_values))
-        scores = pad(scores, (start, view.length - stop), value=torch.inf)
-        return scores.masked_fill(sinks | newest, torch.inf)
+        return pad(scores, (start, view.length - stop), value=torch.inf)
 
 
 @dataclass(frozen=True)

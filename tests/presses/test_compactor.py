@@ -91,3 +91,13 @@ def test_ends_that_an_earlier_press_took_from_some_heads() -> None:
     press = kvpress.KnormPress(0.5) + CompactorPress(0.5, sink_size_start=6, sink_size_end=4, chunk_size=8)
     kept = kvpress.kept_positions(prefill(model, press, tokens(1, 40)))
     assert {len(head) for layer in kept for head in layer[0]} == {10}
+
+
+def test_ends_that_an_earlier_press_took_from_some_rows() -> None:
+    model, ids = tiny_model("llama"), tokens(4, 40)
+    press = kvpress.KnormPress(0.5) + CompactorPress(0.5, sink_size_start=6, sink_size_end=4, chunk_size=8)
+    together = kvpress.kept_positions(prefill(model, press, ids))
+    for row in range(len(ids)):
+        alone = kvpress.kept_positions(prefill(model, press, ids[row : row + 1]))
+        for layer, layer_alone in zip(together, alone, strict=True):
+            assert [list(head) for head in layer[row]] == [list(head) for head in layer_alone[0]]
