@@ -18,12 +18,13 @@ from kvpress.core.press import BasePress, Wrapping
 from kvpress.core.recipe import Allocator, Eviction, Recipe
 from kvpress.core.registry import Exemption, Refusal, register
 from kvpress.core.scoring import Scored
+from kvpress.presses.adakv import Competition
 from kvpress.presses.cake import share_out
 from kvpress.presses.leverage_score import LeverageScorePress
 from kvpress.presses.sample import SamplePress
 from kvpress.quant.bit_allocation import ByPrice, check_price
 from kvpress.quant.errors import MOST, QUERIES, ROUNDING, error
-from kvpress.quant.widths import FittingCodec, Sized, SizeLimit, of_width
+from kvpress.quant.widths import GROUP, FittingCodec, Sized, SizeLimit
 
 SMALLER = 10.0
 """Default compression factor, used if neither `smaller` nor `bytes` is set."""
@@ -45,9 +46,13 @@ class OfSize(Wrapping):
     smaller: Smaller | None
     bytes: str | int | None
     per_pair: bool
+    by_channel: bool
 
     def validate(self) -> None:
         super().validate()
+        if self.by_channel and (self.per_pair or self.bytes is not None):
+            option = "per_pair=true" if self.per_pair else f"bytes={self.bytes}"
+            raise ValueError(f"by_channel=true works with `smaller` alone: leave out {option}")
         if self.bytes is None:
             return
         if self.smaller is not None:
@@ -66,14 +71,19 @@ class OfSize(Wrapping):
     def room(self, model: ModelFacts | None, weighs: bool = False) -> SizeLimit:
         """Return the size limit of the cache."""
         if self.bytes is None:
-            return SizeLimit(model, smaller=SMALLER if self.smaller is None else self.smaller, weighs=weighs)
+            return SizeLimit(
+                model,
+                smaller=SMALLER if self.smaller is None else self.smaller,
+                weighs=weighs,
+                by_channel=self.by_channel,
+            )
         return SizeLimit(model, bytes=parse_bytes(str(self.bytes), "bytes"), weighs=weighs)
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
         room = self.room(model)
         # A compression factor gives the same width for every prompt length, so one codec serves all prompts.
         fixed = room.smaller is not None and not self.per_pair
-        codec = of_width(room.bits(1)) if fixed else FittingCodec(room, per_pair=self.per_pair)
+        codec = room.codec(room.bits(1)) if fixed else FittingCodec(room, per_pair=self.per_pair)
         return replace(super().recipe(model), codec=lambda layer: codec)
 
     def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
@@ -81,16 +91,20 @@ class OfSize(Wrapping):
         if not step.amount.keeps_all:
             size = f"smaller={self.room(model).smaller}" if self.bytes is None else f"bytes={self.bytes}"
             raise ValueError(f"{size} sets how many pairs stay: leave out the ratio or budget of {name}")
-        if inner.scope == "cache" or inner.by_layer or inner.decides or not step.schedule.prompt:
+        compete = inner.scope == "cache" and isinstance(inner, Competition)
+        if (inner.scope == "cache" and not compete) or inner.by_layer or inner.decides or not step.schedule.prompt:
             raise TypeError(
                 f"{type(self).__name__} shares out the pairs of a prompt among layers, and {name} has its own rule for that"
             )
         room = self.room(model, step.weighs)
-        allocator: Allocator = ByError(inner, scope="cache")
+        allocator: Allocator = inner if compete else ByError(inner, scope="cache")
+        watches = step.watches if compete else (*step.watches, QUERIES)
         if self.per_pair:
             check_price(step, name)
-            allocator = ByPrice(room=room, scope="cache")
-        return replace(step, amount=Sized(room=room), allocator=allocator, watches=(*step.watches, QUERIES))
+            allocator, watches = ByPrice(room=room, scope="cache"), (*step.watches, QUERIES)
+        if self.by_channel:
+            allocator = InGroups(allocator, scope="cache")
+        return replace(step, amount=Sized(room=room), allocator=allocator, watches=watches)
 
 
 @register(
@@ -101,11 +115,15 @@ class OfSize(Wrapping):
         "budgeted(snapkv:window_size=4):smaller=20",
         "budgeted(adakv(knorm)):smaller=20",
         "budgeted(snapkv:window_size=4):smaller=12,per_pair=true",
+        "budgeted(refit(kvzip:repeat_prompt=):ridge=1.0):smaller=3,by_channel=true",
     ),
     refuses=(
         Refusal("budgeted(snapkv:0.5)", "the size sets how many pairs stay"),
         Refusal("budgeted(pyramidkv)", "both would share out pairs among layers"),
         Refusal("budgeted(knorm) + kivi:bits=4", "the size sets how pairs are stored"),
+        Refusal(
+            "budgeted(knorm):smaller=4,per_pair=true,by_channel=true", "by_channel=true works with `smaller` alone"
+        ),
         Refusal("budgeted(adakv(knorm)):per_pair=true", "both would share out pairs among heads"),
         Refusal("budgeted(chunkkv(knorm)):per_pair=true", "scores that only order pairs have no price"),
     ),
@@ -147,6 +165,10 @@ class BudgetedPress(OfSize):
     segment; in a batch, every head stores means for each width that some row uses. Tokens after the prompt take the bits
     given above; encoded pairs keep their bits.
 
+    An inner press whose heads and layers compete, such as `kvzip`, shares out the pairs itself. With `by_channel`, pairs are
+    stored as by `KiviPress` with groups of 32: 8 bits for up to 1.6 times smaller, else 4. Every head keeps a multiple of 32
+    pairs, at least 32, so that no pair stays dense. Keys with large channels, as biases make them, lose less that way.
+
     Paper: none; `per_pair` is similar to RDKV, 2026 (arXiv 2605.08317).
     Differs from the paper: unlike RDKV, any scorer can rate the pairs, layers are weighed by their error, all stored bytes are
     counted, and keys and values of a pair have the same bits in all channels.
@@ -156,6 +178,7 @@ class BudgetedPress(OfSize):
     smaller: Smaller | None = None
     bytes: str | int | None = None
     per_pair: bool = False
+    by_channel: bool = False
 
     @property
     def inner(self) -> BasePress:
@@ -186,6 +209,7 @@ class FrontierPress(OfSize):
     smaller: Smaller | None = None
     bytes: str | int | None = None
     per_pair: bool = False
+    by_channel: bool = False
 
     @property
     def inner(self) -> BasePress:
@@ -216,6 +240,43 @@ class ByError(Allocator):
 
     def within_layers(self) -> Allocator:
         return self.inner
+
+
+@dataclass(frozen=True)
+class InGroups(Allocator):
+    """Allocator that rounds the pairs of every head to groups that share the scales of a key's channels, one at least.
+
+    The number of groups follows the counts of `inner` by largest remainder, so that their sum does not grow.
+    """
+
+    inner: Allocator = field(default_factory=Allocator)
+    group: int = GROUP
+
+    ragged = True
+
+    def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
+        sizes = [item.scores.shape[:2] for item in scored]
+        counts = torch.cat(
+            [
+                torch.full(size, count) if isinstance(count, int) else count.cpu()
+                for count, size in zip(self.inner.counts(scored, mean), sizes, strict=True)
+            ],
+            dim=1,
+        )
+        lengths = torch.tensor(
+            [item.view.length for item, size in zip(scored, sizes, strict=True) for _ in range(size[1])]
+        )
+        rounded = torch.stack([self._rounded(row, lengths) for row in counts])
+        return list(rounded.to(scored[0].scores.device).split([size[1] for size in sizes], dim=1))
+
+    def _rounded(self, counts: Tensor, lengths: Tensor) -> Tensor:
+        """Return the rounded counts `[heads]` of one row; a head shorter than a group keeps all its pairs."""
+        limits = lengths // self.group
+        first = limits.clamp_max(1)
+        groups = max(0, int(counts.sum()) // self.group - int(first.sum()))
+        weights = (counts - self.group).clamp_min(0).double()
+        shares = torch.tensor(share_out(groups, weights, limits - first)) if groups else torch.zeros_like(first)
+        return torch.where(limits > 0, (first + shares) * self.group, lengths)
 
 
 def _mean_length(layer: Sequence[Scored]) -> int:

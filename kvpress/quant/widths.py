@@ -21,13 +21,16 @@ from kvpress.core.amount import Amount
 from kvpress.core.model import LayerFacts, ModelFacts
 from kvpress.observe.view import View
 from kvpress.quant.rotated import CentredCodec, RotatedSegment
+from kvpress.quant.uniform import UniformCodec
 
 DENSE = 16
 """Bits of pairs that stay dense."""
 WIDTHS = {8: 8.6, 4: 2.6, 3: 0.53, 2: 0.0}
 """Bits per channel, and the least bits available per uncompressed number at which they are used."""
+CHANNEL_WIDTHS = {8: 10.0, 4: 0.0}
+"""The same for keys that are coded by channel, whose scales take another half a bit."""
 GROUP = 32
-"""Number of generated tokens that are encoded together."""
+"""Number of generated tokens that are encoded together, and of pairs whose keys share scales by channel."""
 OFFSETS = 24
 """Bytes of the start and the length of a stream."""
 CLOSE = 0.95
@@ -51,6 +54,17 @@ class SizeLimit:
     """True if pairs have log-weights."""
     width: int | None = None
     """Bits that earlier pairs of the row are encoded in; None before any are."""
+    by_channel: bool = False
+    """True if keys are coded by channel, as by `KiviPress`."""
+
+    def codec(self, bits: int) -> Codec:
+        """Return the codec with `bits` bits per channel."""
+        return by_channel(bits) if self.by_channel else of_width(bits)
+
+    @property
+    def fewest(self) -> int:
+        """Pairs of a head that stay at every size."""
+        return GROUP if self.by_channel else LEAST
 
     @property
     def layers(self) -> Sequence[LayerFacts]:
@@ -102,11 +116,12 @@ class SizeLimit:
         if allowed >= uncompressed:
             return DENSE
         room = 8 * self.itemsize * max(0.0, allowed) / uncompressed
-        return next(bits for bits, threshold in WIDTHS.items() if room >= threshold)
+        widths = CHANNEL_WIDTHS if self.by_channel else WIDTHS
+        return next(bits for bits, threshold in widths.items() if room >= threshold)
 
     def held(self, pairs: float, bits: int) -> float:
         """Return the bytes of `pairs` pairs including scales, indexes and weights, as a mean over heads."""
-        pair, once, codec = self.full, 0.0, of_width(bits)
+        pair, once, codec = self.full, 0.0, self.codec(bits)
         if bits != DENSE:
             pair = self._of_stream(lambda layer: codec.pair_bytes(layer.head_dim, torch.float16))
             once = self._of_stream(lambda layer: codec.fixed_bytes(layer.head_dim))
@@ -118,7 +133,7 @@ class SizeLimit:
         if self.allowed(tokens) >= tokens * self.full:
             return tokens
         once, pair = self.held(0, bits), self.held(1, bits) - self.held(0, bits)
-        return min(tokens, max(LEAST, int((self.allowed(tokens) - once) / pair)))
+        return min(tokens, max(self.fewest, int((self.allowed(tokens) - once) / pair)))
 
     def warn_of_windows(self, view: View) -> None:
         """Warn once per cache if layers with a sliding window keep it well above the size limit."""
@@ -238,6 +253,11 @@ class FittingCodec(Codec):
 def of_width(bits: int) -> Codec:
     """Return the codec with `bits` bits per channel."""
     return WholeDenseCodec(GROUP, 0) if bits == DENSE else CentredCodec((bits, bits), 0, group=GROUP)
+
+
+def by_channel(bits: int) -> Codec:
+    """Return the codec with `bits` bits per channel, keys in groups of tokens and values in groups of channels."""
+    return UniformCodec(bits, bits, (GROUP, 1), (1, GROUP), GROUP, 0)
 
 
 def widths_held(parts: Iterable[Segment], heads: int) -> dict[int, int]:
