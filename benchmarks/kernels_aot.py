@@ -108,8 +108,8 @@ def dense_variant(dtype: str, D: int, rows: int, *, listed: bool = False, weight
     constants = {"D": D, "DV": D, "DP": padded, "DVP": padded, "BM": rows, "BN": block, "NP": STREAMS}
     name = f"dense{'-select' if listed else ''} {dtype} D{D} M{rows}{' weighted' if weighted else ''}"
     row_bytes = 2 * D * TYPES[dtype]
-    scalars = {"key_stride": "aligned", "value_stride": "aligned"}
-    return Variant(name, dense._kernel, pointers, constants, block * row_bytes, scalars)
+    scalars, registers = {"key_stride": "aligned", "value_stride": "aligned"}, dense.registers(rows)
+    return Variant(name, dense._kernel, pointers, constants, block * row_bytes, scalars, registers=registers)
 
 
 def packed_variant(
@@ -134,8 +134,8 @@ def packed_variant(
     factor per row; with `centred`, the middle code means zero.
     """
     kg, vg = key_group or (group, 1), (1, group)
-    small = not listed and bits != 3 and kg[0] % 64 in (16, 32, 48)
-    launch = packed.limits(2 * D, rank > 0 or outliers, floats is not None, small)
+    small = not listed and bits != 3 and kg[0] % 64 in (16, 32, 48) and rows <= packed.LEAST_ROWS
+    launch = packed.limits(2 * D, rank > 0 or outliers, floats is not None, listed, small)
     block, fold = packed.block_rows(kg[0], not listed, launch.block)
     key = packed.byte_chunks(D, bits, None if fold else kg[1])
     value = packed.byte_chunks(D, bits, vg[1])

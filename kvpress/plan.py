@@ -176,7 +176,8 @@ def _stream(recipe: Recipe, model: Geometry, layer: LayerFacts, context: int) ->
     cut = recipe.kept(context) < context
     weight = WEIGHT if any(step.weighs and (cut or not step.acts_in("prefill")) for step in recipe.evictions) else 0
     sides = 4 * len(recorded) + weight, 4 * len(encoded) + weight
-    return PlannedStream(layer.head_dim, layer.pair_dim, model.dtype, codec, recipe.ragged, index_bytes, sides)
+    fills = recipe.fills_groups
+    return PlannedStream(layer.head_dim, layer.pair_dim, model.dtype, codec, recipe.ragged, fills, index_bytes, sides)
 
 
 def _fill(stream: PlannedStream, recipe: Recipe, context: int, generated: int) -> None:

@@ -42,6 +42,8 @@ class Allocator:
     """Scores of all pairs are compared with each other."""
     decides = False
     """The allocator computes the number of pairs itself and ignores the mean."""
+    fills_groups = False
+    """Every head gets a multiple of the pairs that a codec encodes together."""
     by_layer = False
     """Layers may get different numbers of pairs, though `counts` is called layer by layer."""
 
@@ -386,6 +388,11 @@ class Recipe:
     def ragged(self) -> bool:
         """Whether heads of a layer may keep different numbers of pairs."""
         return any(eviction.allocator.ragged for eviction in self.evictions)
+
+    @property
+    def fills_groups(self) -> bool:
+        """Whether every head keeps a multiple of the pairs that the codec encodes together."""
+        return any(eviction.allocator.fills_groups for eviction in self.evictions)
 
     @property
     def shares_prefill(self) -> bool:

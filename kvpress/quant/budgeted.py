@@ -150,9 +150,10 @@ class BudgetedPress(OfSize):
     are chosen for each row once the length of its prompt is known; a prompt that fits uncompressed stays uncompressed. The
     cache never exceeds the size, and is normally smaller by at most 1% or one pair of every head. It is smaller by more if all
     pairs fit into some width but not into the next wider one, or if layers keep all their pairs, which then need no indexes.
-    Bytes that do not hold 16 pairs per head in 2 bits are refused. Generated tokens are added to the size, in the bits of the
-    prompt. A further turn of several tokens is cut to the size together with all earlier pairs, and encoded to its last pair.
-    With `smaller`, the size then refers to all tokens seen, so the cache grows with them; with `bytes`, it stays the same.
+    Where keys have a large bias (`QuantisingPress`), it and its tables of angles come on top. Bytes that do not hold 16 pairs
+    per head in 2 bits are refused. Generated tokens are added to the size, in the bits of the prompt. A further turn of several
+    tokens is cut to the size together with all earlier pairs, and encoded to its last pair. With `smaller`, the size then
+    refers to all tokens seen, so the cache grows with them; with `bytes`, it stays the same.
 
     With `per_pair`, each pair gets its own bits. Of 0 (dropped), 2, 3, 4, 8 and 16 bits, each pair takes those with the least
 
@@ -167,7 +168,7 @@ class BudgetedPress(OfSize):
 
     An inner press whose heads and layers compete, such as `kvzip`, shares out the pairs itself. With `by_channel`, pairs are
     stored as by `KiviPress` with groups of 32: 8 bits for up to 1.6 times smaller, else 4. Every head keeps a multiple of 32
-    pairs, at least 32, so that no pair stays dense. Keys with large channels, as biases make them, lose less that way.
+    pairs, at least 32, so that no pair stays dense, and newer pairs wait for a group of 32.
 
     Paper: none; `per_pair` is similar to RDKV, 2026 (arXiv 2605.08317).
     Differs from the paper: unlike RDKV, any scorer can rate the pairs, layers are weighed by their error, all stored bytes are
@@ -253,6 +254,7 @@ class InGroups(Allocator):
     group: int = GROUP
 
     ragged = True
+    fills_groups = True
 
     def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
         sizes = [item.scores.shape[:2] for item in scored]

@@ -40,6 +40,43 @@ def test_the_size_is_met(spec: str, smaller: int, reference: Any) -> None:
     assert planned.total_bytes == pytest.approx(report.total_bytes, rel=0.04)
 
 
+BY_CHANNEL = "budgeted(kvzip:repeat_prompt=):smaller={},by_channel=true"
+
+
+@pytest.mark.parametrize("smaller", [4, 10])
+def test_the_size_is_met_with_keys_coded_by_channel(smaller: int, reference: Any) -> None:
+    ids = torch.randint(5, 900, (1, 2048), generator=torch.Generator().manual_seed(0))
+    press = kvpress.get_press(BY_CHANNEL.format(smaller))
+    with press(reference) as session:
+        reference.generate(ids, max_new_tokens=1, do_sample=False)
+    report = kvpress.memory_report(session.cache)
+    assert 0.99 * smaller <= report.uncompressed_bytes / report.total_bytes <= 1.04 * smaller
+    planned = plan(press, Geometry.of(reference.config), 2048)
+    assert planned.total_bytes == pytest.approx(report.total_bytes, rel=0.04)
+    counts = [len(head) for layer in kvpress.kept_positions(session.cache) for head in layer[0]]
+    assert len(set(counts)) > 2  # heads and layers compete
+    assert all(count % 32 == 0 and count for count in counts)
+    assert all(layer.store.window.length == 0 for layer in session.cache.layers)  # no pair stays dense
+
+
+def test_rows_coded_by_channel_are_compressed_as_alone() -> None:
+    model = tiny_model("llama")
+    ids, mask = padded_batch([400, 310, 333])
+    press = kvpress.get_press(BY_CHANNEL.format(12))
+
+    def kept(ids: torch.Tensor, mask: torch.Tensor) -> list[list[list[list[int]]]]:
+        with torch.no_grad(), press(model):
+            output = model(ids, attention_mask=mask, position_ids=position_ids(mask), use_cache=True)
+        positions = kvpress.kept_positions(output.past_key_values)
+        return [[[list(map(int, head)) for head in row] for row in layer] for layer in positions]
+
+    together = kept(ids, mask)
+    for row in range(3):
+        pad = int((mask[row] == 0).sum())
+        alone = kept(ids[row : row + 1, pad:], mask[row : row + 1, pad:])
+        assert [[[i - pad for i in head] for head in layer[row]] for layer in together] == [layer[0] for layer in alone]
+
+
 @pytest.mark.parametrize("spec", ["frontier", "budgeted(adakv(snapkv))"])
 @pytest.mark.parametrize("size", ["30KB", "100KB", "0.19MiB", "300000"])
 def test_bytes_are_met(spec: str, size: str, reference: Any) -> None:

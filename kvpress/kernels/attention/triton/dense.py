@@ -19,10 +19,10 @@ from kvpress.kernels.attention.triton.operand import causal, offsets, positions,
 from kvpress.kernels.formats.offset import Products
 from kvpress.kernels.formats.operand import Options, Rows, Where
 from kvpress.kernels.triton import online
-from kvpress.kernels.triton.grid import block_rows, padded, plan
+from kvpress.kernels.triton.grid import block_rows, padded, plan, resident
 
-RESIDENT = 3
-"""Programs that fit on a multiprocessor at once: three stages of a tile take up to 64 KiB of shared memory."""
+WARPS, RESIDENT = 4, 3
+"""Warps of a program, and programs that fit on a multiprocessor: three stages of a tile take up to 64 KiB of shared memory."""
 
 
 @triton.jit(do_not_specialize=["M", "streams", "splits", "width", "causal", "places"])
@@ -81,13 +81,19 @@ def _kernel(
     tl.store(OUT + out_row[:, None] * DV + dv[None, :], acc * norm[:, None], mask=mask)
 
 
+def registers(rows: int) -> int | None:
+    """Return the limit of registers per thread for tiles of `rows` queries; without one, ptxas spills for the largest tiles."""
+    return 208 if rows > 32 else None
+
+
 def launch(q: Tensor, rows: Rows, where: Where, options: Options, added: Products | None = None) -> Partials:
     """Run the kernel; arguments as in `kvpress.kernels.attention.triton.launch`."""
     keys, values = rows.keys.storage, rows.values.storage
     D, DV = keys.shape[1], values.shape[1]
     DP, DVP = padded(D), padded(DV)
     block = block_rows(DP + DVP, keys.element_size())
-    grid = plan(q, where.most_rows(rows.count), block, RESIDENT)
+    limit = registers(padded(q.shape[1]))
+    grid = plan(q, where.most_rows(rows.count), block, resident(WARPS, limit, RESIDENT))
     results = partials(q, grid, where.lengths, block, DV)
     if results.lse.numel():
         _kernel[grid.programs](
@@ -116,7 +122,8 @@ def launch(q: Tensor, rows: Rows, where: Where, options: Options, added: Product
             grid.rows,
             block,
             grid.padded_streams,
-            num_warps=4,
+            num_warps=WARPS,
             num_stages=3,
+            maxnreg=limit,
         )
     return results

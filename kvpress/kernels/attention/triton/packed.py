@@ -48,14 +48,17 @@ class LaunchLimits:
     """Warps of a program."""
 
 
-def limits(channels: int, corrected: bool, levelled: bool = False, small: bool = False) -> LaunchLimits:
+def limits(
+    channels: int, corrected: bool, levelled: bool = False, listed: bool = False, small: bool = False
+) -> LaunchLimits:
     """Return the limits for a number of key and value channels together.
 
     Args:
         channels: channels of keys and values together.
         corrected: rows have corrections.
         levelled: codes have levels.
-        small: blocks have few rows, since groups of keys do, and fit in fewer registers.
+        listed: rows are listed.
+        small: tiles have few queries and, since groups of keys do, few rows.
     """
     if corrected:
         if channels <= 256:
@@ -66,13 +69,16 @@ def limits(channels: int, corrected: bool, levelled: bool = False, small: bool =
         return LaunchLimits(16, 32 if levelled else 64, 255)
     if channels <= 128:
         return LaunchLimits(16, 64, 128)
-    small_registers = 144 if TRITON >= (3, 8) else 128
-    return LaunchLimits(16, 64, 192 if levelled else small_registers if small else 168)
+    if levelled:
+        return LaunchLimits(16, 64, 232)
+    # Newer versions need as many registers for small tiles as for others.
+    return LaunchLimits(16, 64, 208 if listed else 128 if small and TRITON < (3, 8) else 168)
 
 
-def has_small_blocks(side: Packed, contiguous: bool) -> bool:
-    """Return whether blocks have at most 32 rows, as groups of keys do; codes of 3 bits need the registers of larger ones."""
-    return contiguous and side.group_lengths is None and side.bits != 3 and side.group[0] % 64 in (16, 32, 48)
+def has_small_tiles(side: Packed, contiguous: bool, queries: int) -> bool:
+    """Return whether tiles have at most 4 queries and 32 rows; codes of 3 bits need as many registers as larger tiles."""
+    rows = side.group[0] % 64 in (16, 32, 48) and side.group_lengths is None and contiguous
+    return rows and queries <= LEAST_ROWS and side.bits != 3
 
 
 @dataclass(frozen=True)
@@ -132,7 +138,8 @@ def launch(q: Tensor, rows: Rows, where: Where, options: Options, added: Product
     key_group, value_group = row_group(keys), row_group(values)
     terms = (*key_terms.tensors(), *value_terms.tensors())
     contiguous, corrected = isinstance(where, Ranges), any(term is not None for term in terms)
-    bounds = limits(D + DV, corrected, keys.levels is not None, has_small_blocks(keys, contiguous))
+    small = has_small_tiles(keys, contiguous, q.shape[1])
+    bounds = limits(D + DV, corrected, keys.levels is not None, not contiguous, small)
     block, fold = block_rows(keys.group[0], contiguous and key_group is None, bounds.block)
     key = byte_chunks(D, keys.bits, None if fold else keys.group[1])
     value = byte_chunks(DV, values.bits, values.group[1])
