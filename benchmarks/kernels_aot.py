@@ -134,8 +134,8 @@ def packed_variant(
     factor per row; with `centred`, the middle code means zero.
     """
     kg, vg = key_group or (group, 1), (1, group)
-    small = not listed and bits != 3 and kg[0] % 64 in (16, 32, 48) and rows <= packed.LEAST_ROWS
-    launch = packed.limits(2 * D, rank > 0 or outliers, floats is not None, listed, small)
+    short, few = kg[0] % 64 in (16, 32, 48), rows <= packed.LEAST_ROWS and bits != 3
+    launch = packed.limits(2 * D, rank > 0 or outliers, floats is not None, listed, short, few)
     block, fold = packed.block_rows(kg[0], not listed, launch.block)
     key = packed.byte_chunks(D, bits, None if fold else kg[1])
     value = packed.byte_chunks(D, bits, vg[1])

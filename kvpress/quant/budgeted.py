@@ -115,7 +115,6 @@ class OfSize(Wrapping):
         "budgeted(snapkv:window_size=4):smaller=20",
         "budgeted(adakv(knorm)):smaller=20",
         "budgeted(snapkv:window_size=4):smaller=12,per_pair=true",
-        "budgeted(refit(kvzip:repeat_prompt=):ridge=1.0):smaller=3,by_channel=true",
     ),
     refuses=(
         Refusal("budgeted(snapkv:0.5)", "the size sets how many pairs stay"),

@@ -49,7 +49,7 @@ class LaunchLimits:
 
 
 def limits(
-    channels: int, corrected: bool, levelled: bool = False, listed: bool = False, small: bool = False
+    channels: int, corrected: bool, levelled: bool = False, listed: bool = False, short: bool = False, few: bool = False
 ) -> LaunchLimits:
     """Return the limits for a number of key and value channels together.
 
@@ -58,7 +58,8 @@ def limits(
         corrected: rows have corrections.
         levelled: codes have levels.
         listed: rows are listed.
-        small: tiles have few queries and, since groups of keys do, few rows.
+        short: groups of keys have fewer rows than the largest tile.
+        few: tiles have few queries, and codes no third bit.
     """
     if corrected:
         if channels <= 256:
@@ -71,14 +72,9 @@ def limits(
         return LaunchLimits(16, 64, 128)
     if levelled:
         return LaunchLimits(16, 64, 232)
-    # Newer versions need as many registers for small tiles as for others.
-    return LaunchLimits(16, 64, 208 if listed else 128 if small and TRITON < (3, 8) else 168)
-
-
-def has_small_tiles(side: Packed, contiguous: bool, queries: int) -> bool:
-    """Return whether tiles have at most 4 queries and 32 rows; codes of 3 bits need as many registers as larger tiles."""
-    rows = side.group[0] % 64 in (16, 32, 48) and side.group_lengths is None and contiguous
-    return rows and queries <= LEAST_ROWS and side.bits != 3
+    if short and not listed:
+        return LaunchLimits(16, 64, 184 if TRITON >= (3, 8) else 128 if few else 168)
+    return LaunchLimits(16, 64, 208 if listed else 168)
 
 
 @dataclass(frozen=True)
@@ -138,8 +134,8 @@ def launch(q: Tensor, rows: Rows, where: Where, options: Options, added: Product
     key_group, value_group = row_group(keys), row_group(values)
     terms = (*key_terms.tensors(), *value_terms.tensors())
     contiguous, corrected = isinstance(where, Ranges), any(term is not None for term in terms)
-    small = has_small_tiles(keys, contiguous, q.shape[1])
-    bounds = limits(D + DV, corrected, keys.levels is not None, not contiguous, small)
+    short, few = key_group is None and keys.group[0] % 64 in (16, 32, 48), q.shape[1] <= LEAST_ROWS and keys.bits != 3
+    bounds = limits(D + DV, corrected, keys.levels is not None, not contiguous, short, few)
     block, fold = block_rows(keys.group[0], contiguous and key_group is None, bounds.block)
     key = byte_chunks(D, keys.bits, None if fold else keys.group[1])
     value = byte_chunks(DV, values.bits, values.group[1])
