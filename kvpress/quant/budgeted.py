@@ -200,7 +200,8 @@ class FrontierPress(OfSize):
     `BudgetedPress` around `SamplePress` around `LeverageScorePress`: three quarters of the kept pairs are the first four tokens
     and the pairs whose keys are hardest to express by other keys; one quarter is sampled from all other pairs and weighed.
     Layers share pairs by the error of losing them, and kept pairs take 2, 3 or 4 bits per channel. `bytes`, such as 512MiB,
-    sets the size instead. With `per_pair`, every pair has its own bits; see `BudgetedPress`.
+    sets the size instead. With `per_pair`, every pair has its own bits, and with `by_channel`, keys are coded by channel; see
+    `BudgetedPress`.
 
     Paper: none; see `LeverageScorePress`, `SamplePress` and `RotatedPress` for the papers of its components.
     Differs from the paper: nothing.

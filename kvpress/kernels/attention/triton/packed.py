@@ -73,7 +73,7 @@ def limits(
     if levelled:
         return LaunchLimits(16, 64, 232)
     if short and not listed:
-        return LaunchLimits(16, 64, 184 if TRITON >= (3, 8) else 128 if few else 168)
+        return LaunchLimits(16, 64, 192 if TRITON >= (3, 8) else 128 if few else 168)
     return LaunchLimits(16, 64, 208 if listed else 168)
 
 
