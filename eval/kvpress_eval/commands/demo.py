@@ -19,12 +19,12 @@ PRETRAINED, REFERENCE = "smollm2", "reference"
 PRESSES = (
     "none",
     "kivi:bits=4",
-    "refit(kvzip:0.69) + kivi:bits=4,residual_length=0,group_size=32",
+    "budgeted(refit(kvzip):ridge=1.0):smaller=10,by_channel=true",
     "snapkv:0.5",
     "frontier:smaller=10",
     "quest:budget=256,page_size=4",
 )
-"""Full cache, codec, recipe of eviction and codec, common eviction, budget over all layers, selector."""
+"""Full cache, codec, eviction and codec of a given size, common eviction, another press of that size, selector."""
 CONTEXTS, FACTS = 9, 10
 
 
