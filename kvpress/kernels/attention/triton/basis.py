@@ -23,6 +23,16 @@ BM, BC, BK = 16, 32, 32
 
 
 @triton.jit
+def _tile(STREAM, BM: tl.constexpr, BC: tl.constexpr):
+    """Return the stream of this program, the stream whose scale and centre it uses, its query rows and its columns."""
+    n = tl.program_id(0).to(tl.int64)
+    stream = n
+    if STREAM is not None:
+        stream = tl.load(STREAM + n)
+    return n, stream, tl.program_id(2) * BM + tl.arange(0, BM), tl.program_id(1) * BC + tl.arange(0, BC)
+
+
+@triton.jit
 def _product(
     X, ROTATION, SCALE, row, live_m, column, stream, K: tl.constexpr, C: tl.constexpr,
     ROW_STRIDE: tl.constexpr, COLUMN_STRIDE: tl.constexpr, BK: tl.constexpr,
@@ -54,13 +64,8 @@ def _enter_kernel(
     Q, ROTATION, SCALE, CENTRE, STREAM, OUT, SHIFT, M, factor,
     D: tl.constexpr, C: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    n = tl.program_id(0).to(tl.int64)
-    stream = n
-    if STREAM is not None:
-        stream = tl.load(STREAM + n)
-    m = tl.program_id(2) * BM + tl.arange(0, BM)
+    n, stream, m, column = _tile(STREAM, BM, BC)
     live_m = m < M
-    column = tl.program_id(1) * BC + tl.arange(0, BC)
     out = _product(Q, ROTATION, None, n * M + m, live_m, column, stream, D, C, C, 1, BK)
     if SCALE is not None:
         out *= tl.load(SCALE + stream * C + column, mask=column < C, other=0.0)[None, :]
@@ -79,13 +84,8 @@ def _leave_kernel(
     X, ROTATION, SCALE, CENTRE, STREAM, LSE, SHIFT, OUT, SHIFTED, M,
     D: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    n = tl.program_id(0).to(tl.int64)
-    stream = n
-    if STREAM is not None:
-        stream = tl.load(STREAM + n)
-    m = tl.program_id(2) * BM + tl.arange(0, BM)
+    n, stream, m, column = _tile(STREAM, BM, BC)
     live_m = m < M
-    column = tl.program_id(1) * BC + tl.arange(0, BC)
     out = _product(X, ROTATION, SCALE, n * M + m, live_m, column, stream, C, D, 1, C, BK)
     lse = tl.load(LSE + n * M + m, mask=live_m, other=0.0)
     if CENTRE is not None:
