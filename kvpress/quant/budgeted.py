@@ -81,6 +81,8 @@ class OfSize(Wrapping):
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
         room = self.room(model)
+        if self.by_channel and model is not None:
+            check_channel_groups(room)
         # A compression factor gives the same width for every prompt length, so one codec serves all prompts.
         fixed = room.smaller is not None and not self.per_pair
         codec = room.codec(room.bits(1)) if fixed else FittingCodec(room, per_pair=self.per_pair)
@@ -105,6 +107,16 @@ class OfSize(Wrapping):
         if self.by_channel:
             allocator = InGroups(allocator, scope="cache")
         return replace(step, amount=Sized(room=room), allocator=allocator, watches=watches)
+
+
+def check_channel_groups(room: SizeLimit) -> None:
+    """Refuse a model with values that groups of channels do not divide; shorter values are one group."""
+    dims = {layer.pair_dim - layer.head_dim for layer in room.layers}
+    if wrong := sorted(dim for dim in dims if dim > GROUP and dim % GROUP):
+        raise ValueError(
+            f"by_channel=true stores values in groups of {GROUP} channels, which do not divide the head dim {wrong[0]} of the "
+            "model: leave it out"
+        )
 
 
 @register(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import kvpress
 from kvpress.cache.report import parse_bytes
@@ -26,18 +26,24 @@ def reference() -> Any:
     return kvpress.load_model("reference")[0]
 
 
-@pytest.mark.parametrize("smaller", [4, 10, 20, 50])
-@pytest.mark.parametrize("spec", ["frontier", "budgeted(adakv(snapkv))"])
-def test_the_size_is_met(spec: str, smaller: int, reference: Any) -> None:
+def assert_size_met(spec: str, smaller: float, model: Any) -> Any:
+    """Compress 2048 tokens, compare the size with the factor and with the plan, and return the cache."""
     ids = torch.randint(5, 900, (1, 2048), generator=torch.Generator().manual_seed(0))
-    press = kvpress.get_press(f"{spec}:smaller={smaller}")
-    with press(reference) as session:
-        reference.generate(ids, max_new_tokens=1, do_sample=False)
+    press = kvpress.get_press(spec)
+    with press(model) as session:
+        model.generate(ids, max_new_tokens=1, do_sample=False)
     report = kvpress.memory_report(session.cache)
     # A layer that keeps all pairs needs no slots and log-weights, and a pair is a larger share of a small cache.
     assert 0.99 * smaller <= report.uncompressed_bytes / report.total_bytes <= 1.04 * smaller
-    planned = plan(press, Geometry.of(reference.config), 2048)
+    planned = plan(press, Geometry.of(model.config), 2048)
     assert planned.total_bytes == pytest.approx(report.total_bytes, rel=0.04)
+    return session.cache
+
+
+@pytest.mark.parametrize("smaller", [4, 10, 20, 50])
+@pytest.mark.parametrize("spec", ["frontier", "budgeted(adakv(snapkv))"])
+def test_the_size_is_met(spec: str, smaller: int, reference: Any) -> None:
+    assert_size_met(f"{spec}:smaller={smaller}", smaller, reference)
 
 
 BY_CHANNEL = "budgeted(kvzip:repeat_prompt=):smaller={},by_channel=true"
@@ -45,18 +51,20 @@ BY_CHANNEL = "budgeted(kvzip:repeat_prompt=):smaller={},by_channel=true"
 
 @pytest.mark.parametrize("smaller", [4, 10])
 def test_the_size_is_met_with_keys_coded_by_channel(smaller: int, reference: Any) -> None:
-    ids = torch.randint(5, 900, (1, 2048), generator=torch.Generator().manual_seed(0))
-    press = kvpress.get_press(BY_CHANNEL.format(smaller))
-    with press(reference) as session:
-        reference.generate(ids, max_new_tokens=1, do_sample=False)
-    report = kvpress.memory_report(session.cache)
-    assert 0.99 * smaller <= report.uncompressed_bytes / report.total_bytes <= 1.04 * smaller
-    planned = plan(press, Geometry.of(reference.config), 2048)
-    assert planned.total_bytes == pytest.approx(report.total_bytes, rel=0.04)
-    counts = [len(head) for layer in kvpress.kept_positions(session.cache) for head in layer[0]]
+    cache = assert_size_met(BY_CHANNEL.format(smaller), smaller, reference)
+    counts = [len(head) for layer in kvpress.kept_positions(cache) for head in layer[0]]
     assert len(set(counts)) > 2  # heads and layers compete
     assert all(count % 32 == 0 and count for count in counts)
-    assert all(layer.store.window.length == 0 for layer in session.cache.layers)  # no pair stays dense
+    assert all(layer.store.window.length == 0 for layer in cache.layers)  # no pair stays dense
+
+
+def test_heads_that_groups_of_channels_do_not_divide_are_refused_first() -> None:
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=96, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, head_dim=48
+    )
+    press = kvpress.get_press("budgeted(knorm):smaller=10,by_channel=true")
+    with pytest.raises(ValueError, match=r"by_channel=true .* head dim 48"), press(LlamaForCausalLM(config)):
+        pytest.fail("the block was entered")
 
 
 def test_rows_coded_by_channel_are_compressed_as_alone() -> None:
