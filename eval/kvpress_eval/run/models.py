@@ -19,6 +19,7 @@ from kvpress.hf.weights import digest_of_weights
 from kvpress.plan import Geometry
 from kvpress_eval.common.errors import ConfigError, DataError
 from kvpress_eval.config.schema import REFERENCE, RunConfig
+from kvpress_eval.run.linear import speed_up
 
 _WEIGHTS = ("model", "pytorch_model", "adapter_model")
 """Prefixes of the weight files of a model; calibration files in the same folder have other names."""
@@ -170,6 +171,7 @@ def load_engine(config: RunConfig, settings: Any = None) -> Engine:
         model = AutoModelForCausalLM.from_pretrained(source, config=settings, dtype=config.dtype, **placed)
         if not placed:
             model = model.to(device)
+        speed_up(model)
     except (OSError, ValueError, ImportError) as error:
         raise DataError(f"cannot load model {config.model!r}: {error}") from error
     except RuntimeError as error:

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers of bfloat16 models give the same numbers, multiplied in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kvpress_eval.run import linear
+from torch import nn
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 40])
+def test_numbers_are_those_of_the_layer(bias: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "has_bfloat16", lambda: False)
+    torch.manual_seed(0)
+    layer, inputs = nn.Linear(96, 64, bias=bias).bfloat16(), torch.randn(2, rows, 96).bfloat16()
+    expected = layer(inputs)
+    linear.speed_up(layer)
+    output = layer(inputs)
+    assert output.dtype == torch.bfloat16
+    exact = nn.functional.linear(inputs.double(), layer.weight.double(), layer.bias.double() if bias else None)
+    assert float((output - exact).abs().max()) <= float((expected - exact).abs().max()) * 1.01
+
+
+def test_other_layers_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(nn.Linear):
+        pass
+
+    for has_bfloat16, layer in (
+        (True, nn.Linear(4, 4).bfloat16()),
+        (False, nn.Linear(4, 4)),
+        (False, Own(4, 4).bfloat16()),
+    ):
+        monkeypatch.setattr(linear, "has_bfloat16", lambda answer=has_bfloat16: answer)
+        linear.speed_up(layer)
+        assert "forward" not in vars(layer)
