@@ -18,6 +18,8 @@ from kvpress.cache.attention import Logits
 
 FLOOR = 1e-7
 """Least ridge, as a multiple of the mean diagonal, used even for ridge=0; directions without queries keep their values."""
+LARGEST = 30.0
+"""Largest exponent of a weight: keys that a codec decodes badly may exceed the divisor, and their squares must stay finite."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,8 @@ class Design:
     def shares(self, rows: slice, pairs: slice) -> Tensor:
         """Return the weights `[m, n]` of some queries on some pairs."""
         design = self.part(pairs)
-        return torch.exp(self.logits(self.queries[rows], design.keys, design.log_weight) - self.lse[rows, None])
+        excess = self.logits(self.queries[rows], design.keys, design.log_weight) - self.lse[rows, None]
+        return torch.exp(excess.clamp_max(LARGEST))
 
     def by_queries(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield blocks `[m, t]` of rows, with their slice."""

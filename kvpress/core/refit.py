@@ -83,7 +83,10 @@ def refit(call: LayerCall, settings: Refit, goals: dict[int, Target], codec: Cod
     Keys are those that later steps read: decoded ones where the layer has a codec. Pairs of earlier turns keep their values
     and log-weights.
     """
-    store, keys = call.store, kept_keys(call, codec)
+    store = call.store
+    if not store.sealed:  # heads and layers compete, and this layer has lost all its pairs
+        return
+    keys = kept_keys(call, codec)
     if settings.weights is not None:
         weights = {n: fitted_weights(call, settings.weights, target, keys(n), n) for n, target in goals.items()}
         store.weigh({n: weight.half() for n, weight in weights.items()})
@@ -170,10 +173,13 @@ def _stored_weights(store: KVStore, stream: int) -> Tensor | None:
 
 
 def refitting(step: Eviction, settings: Refit) -> Eviction:
-    """Return an eviction that also refits kept pairs; with `repeated`, it reads the prompt a second time first."""
-    if not settings.repeated:
-        return replace(step, refit=settings)
+    """Return an eviction that also refits kept pairs; with `repeated`, it reads the prompt a second time first.
+
+    An eviction that reads the prompt again itself is not given another reading.
+    """
     earlier = step.prepare
+    if not settings.repeated or (earlier is not None and earlier.repeats):
+        return replace(step, refit=settings)
 
     def act(done: Pass) -> None:
         if earlier is not None:

@@ -62,3 +62,11 @@ def test_nothing_to_solve(queries: int, pairs: int) -> None:
     problem = Design(problem.queries[:queries], problem.keys[:pairs], problem.logits, problem.lse[:queries])
     assert problem.solve(torch.zeros(queries, 2), 1.0).shape == (pairs, 2)
     assert not problem.solve(torch.zeros(queries, 2), 1.0).any()
+
+
+def test_keys_that_outweigh_the_divisor_give_finite_solutions() -> None:
+    """A codec may decode keys whose logits exceed the divisor of all pairs by far."""
+    problem = design(60, 13)
+    problem = Design(problem.queries, 400 * problem.keys, problem.logits, problem.lse)
+    assert bool(problem.solve(torch.randn(60, 3), 1.0).isfinite().all())
+    assert bool(torch.isfinite(torch.tensor(problem.norm())))

@@ -26,6 +26,7 @@ def main() -> int:
     )
     parser.add_argument("-n", type=int, default=0, help="how many cases to draw; without it the cases of CI run")
     parser.add_argument("--seed", type=int, default=0, help="what they are drawn from")
+    parser.add_argument("--only", default="", metavar="TEXT", help="draw only cases whose spec contains this text")
     parser.add_argument("--as-is", action="store_true", help="do not make failing cases smaller")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -34,7 +35,7 @@ def main() -> int:
         cases = [Case.parse(options.case)]
     elif options.n:
         print(f"{options.n} cases of seed {options.seed}", flush=True)
-        cases = itertools.islice(random_cases(options.seed), options.n)
+        cases = itertools.islice((case for case in random_cases(options.seed) if options.only in case.spec), options.n)
     else:
         cases = ci_cases()
     count, kinds, begun = 0, set(), time.monotonic()

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import kvpress
 from kvpress.hf.models import facts_of
-from kvpress.quant.budgeted import OfSize
-from kvpress.quant.widths import LEAST, WIDTHS
+from kvpress.quant.budgeted import OfSize, beside_codes
+from kvpress.quant.widths import FEWEST, WIDTHS
 from kvpress.testing.comparison import Fault, explain, same
 from kvpress.testing.memory import reachable
 from tests.fuzz import specs
@@ -207,11 +207,15 @@ def check_size(conversation: Talk, tree: Tree) -> None:
     if not isinstance(press, OfSize) or not last.evicts or last.new < 2 or len(conversation.rows) * beams > 1:
         return
     seen = conversation.cache.get_seq_length() - (last.steps - 1)
-    room = press.room(facts_of(conversation.model), weighs=any(step.weighs for step in press.recipe().evictions))
-    smallest = room.streams * room.held(min(LEAST, seen), min(WIDTHS))
+    facts = facts_of(conversation.model)
+    room = press.room(facts, max(beside_codes(step) for step in press.recipe(facts).evictions))
+    smallest = room.streams * room.held(min(FEWEST, seen), min(WIDTHS))
     size = max(room.allowed(seen) * room.streams, smallest)
     layers = [layer for layer in kvpress.memory_report(conversation.cache).layers if layer.compressible]
-    total = sum(layer.total_bytes - layer.components.get("window", 0) for layer in layers)
+    # The tables of a key bias come on top of the size.
+    total = sum(
+        layer.total_bytes - sum(layer.components.get(name, 0) for name in ("window", "tables")) for layer in layers
+    )
     dropped = sum(layer.kept for layer in layers) < sum(layer.seen for layer in layers)
     # A pair is a larger part of a small cache, and layers that keep all of their pairs store no positions.
     if total > size or (dropped and total < 0.85 * size):

@@ -68,6 +68,21 @@ def test_every_method_acts_on_these_prompts(name: str) -> None:
     )
 
 
+LOST = (
+    "family=reference dtype=float32 rows=one check=repeat seed=388689 :: knorm:0.25 + frontier:bytes=30000",
+    "rows=long check=alone seed=658768 :: cam(fastkvzip:0.5,window_size=4,window_ratio=0.1,gates={gates}):"
+    "compression_interval=5,target_size=14",
+    "family=qwen2 rows=even check=repeat seed=21445 :: attention_matching:budget=30,tokens=32,ridge=1.0 + "
+    "think:key_channel_compression_ratio=0.5,window_size=8",
+)
+
+
+@pytest.mark.parametrize("text", LOST, ids=["refit", "rewrite", "keys that outweigh"])
+def test_cases_that_once_failed(text: str) -> None:
+    """Layers that lose all their pairs, and keys that a codec decodes badly."""
+    assert run(Case.parse(text)) == []
+
+
 def test_few_cases_are_refused() -> None:
     """Check that few presses refuse their case before any work, as such a case tests nothing."""
     words = []

@@ -122,6 +122,17 @@ def test_a_later_turn_solves_for_its_own_pairs_alone(codec: str) -> None:
         assert not torch.allclose(new[2][is_new], unfitted[2][unfitted[0] >= 60], atol=0.05)
 
 
+@pytest.mark.parametrize("weights", ["true", "false"])
+def test_layers_that_lose_all_pairs_are_left_empty(weights: str) -> None:
+    """Layers compete, and the sinks are evicted before."""
+    model = tiny_model("llama")
+    press = f"streaming_llm:0.5,n_sink=0 + refit(kvzip:budget=1,repeat_prompt=):weights={weights},ridge=1"
+    with torch.no_grad(), kvpress.get_press(press)(model) as session:
+        model.generate(tokens(1, 100), max_new_tokens=3, do_sample=False)
+    stored = [sum(layer.store.stored()) - 4 for layer in session.cache.layers]
+    assert min(stored) == 0 < max(stored)
+
+
 def test_copies_keep_their_values() -> None:
     model = tiny_model("llama")
     cache = read(model, "knorm:0.5", tokens(1, 60))
