@@ -93,7 +93,7 @@ def plan(press: BasePress | str, model: Geometry, context: int, batch: int = 1, 
     recipe.check_length(context)
     tokens, total, uncompressed, pairs = context + generated, 0.0, 0, []
     shared, tails = 0, 0.0
-    watching = [observation.make() for observation in recipe.watched("decode")]
+    watching = [observation.make() for observation in recipe.held_observers]
     for layer in model.growing:
         stream = _stream(recipe, model, layer, context)
         _fill(stream, recipe, context, generated)
@@ -166,7 +166,7 @@ def _stream(recipe: Recipe, model: Geometry, layer: LayerFacts, context: int) ->
             f"{model.name} caches pairs of {layer.head_dim} and {layer.value_dim} numbers; formats are planned for keys and "
             "values of one size only: measure a cache with kvpress.memory_report"
         )
-    recorded = [name for observation in recipe.watched("decode") for name in observation.make().sides]
+    recorded = [name for observation in recipe.held_observers for name in observation.make().sides]
     encoded = [name for name in recorded if codec is None or name not in codec.reads_side]
 
     def index_bytes(pairs: float) -> float:
@@ -176,8 +176,7 @@ def _stream(recipe: Recipe, model: Geometry, layer: LayerFacts, context: int) ->
     cut = recipe.kept(context) < context
     weight = WEIGHT if any(step.weighs and (cut or not step.acts_in("prefill")) for step in recipe.evictions) else 0
     sides = 4 * len(recorded) + weight, 4 * len(encoded) + weight
-    fills = recipe.fills_groups
-    return PlannedStream(layer.head_dim, layer.pair_dim, model.dtype, codec, recipe.ragged, fills, index_bytes, sides)
+    return PlannedStream(layer.head_dim, layer.pair_dim, model.dtype, codec, recipe.ragged, index_bytes, sides)
 
 
 def _fill(stream: PlannedStream, recipe: Recipe, context: int, generated: int) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpress.cache.codec import WIDTH
 from kvpress.cache.rewrite import put_before
 from kvpress.core.checks import check_finite
 from kvpress.core.protection import warn
@@ -180,7 +179,6 @@ class Cut:
         if rows is not None and len(rows) < self.store.batch:
             self._keep_all_but(rows)
         self.rewritten: list[tuple[View, Tensor, Rewritten]] = []
-        self.widths: dict[int, Tensor] = {}
         self.refitted: dict[int, Target] = {}
         self.shortened: set[int] = set()
 
@@ -210,9 +208,6 @@ class Cut:
                 self.refitted.update(zip(view.streams, targets(view, self.step.refit.queries), strict=True))
         for stream, marked in zip(view.streams, mask.flatten(0, 1).unbind(), strict=True):
             self.masks[stream] = marked
-        if older.width is not None:
-            widths = older.put(older.width, older.width.new_zeros(view.shape)).flatten(0, 1)
-            self.widths |= {n: row[self.masks[n]] for n, row in zip(view.streams, widths, strict=True)}
 
     def apply(self, codec: CodecAt, shortened: set[int]) -> None:
         """Free the unmarked pairs and change the kept ones; `shortened` are the rows that lose pairs in any layer.
@@ -222,12 +217,10 @@ class Cut:
         self._count()
         if self.step.among is None:
             self._restart()
-        if self.shortened or self.widths:
+        if self.shortened:
             self.store.evict(self.masks, self.call.tokens.mask, self.opened)
         if self.rewritten:
             self._rewrite()
-        if self.widths:
-            self._hand_on_widths()
         if self.step.beside:
             self._put_beside(shortened)
         if self.step.refit is not None and self.refitted:
@@ -285,7 +278,7 @@ class Cut:
             if new.keys is not None or new.values is not None or new.shift is not None
         ]
         dense = self.store.dense
-        if not moved:
+        if not moved or not self.store.sealed:  # the layer may have lost all its pairs to others
             return
         if dense is None or self.store.segments:
             raise ValueError("a press that rewrites kept pairs needs dense storage: use it without a codec")
@@ -303,17 +296,6 @@ class Cut:
                     shift = dense.side_array("shift").clone() if shift is None else shift
                     shift[rows] = new.shift[at][marked].float()
         self.store.replace_dense(keys, values, {} if shift is None else {"shift": shift})
-
-    def _hand_on_widths(self) -> None:
-        """Store the bits per value of the pairs that are not encoded yet, for the codec."""
-        dense = self.store.dense
-        if dense is None:
-            return
-        flat = torch.zeros(dense.layout.total, device=dense.device)
-        for n, widths in self.widths.items():
-            length = dense.layout.lengths[n]
-            flat[dense.layout.rows(n)] = widths[len(widths) - length :].to(flat)
-        self.store.replace_dense(sides={WIDTH: flat})
 
     def _weigh(self) -> None:
         """Store the new log-weights of kept pairs, in dense and encoded storage."""

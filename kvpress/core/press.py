@@ -460,3 +460,6 @@ class ScorerAround(ByScore):
 
     def without_values(self) -> ScorerAround:
         return replace(self, inner=self.inner.without_values())
+
+    def for_fixed_size(self) -> ScorerAround:
+        return replace(self, inner=self.inner.for_fixed_size())

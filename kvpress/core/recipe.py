@@ -42,8 +42,6 @@ class Allocator:
     """Scores of all pairs are compared with each other."""
     decides = False
     """The allocator computes the number of pairs itself and ignores the mean."""
-    fills_groups = False
-    """Every head gets a multiple of the pairs that a codec encodes together."""
     by_layer = False
     """Layers may get different numbers of pairs, though `counts` is called layer by layer."""
 
@@ -114,6 +112,8 @@ class PassHook:
     """Phases whose passes call `act`."""
     reads: bool = False
     """The callback runs the model on further tokens behind the cache."""
+    repeats: bool = False
+    """These tokens are the prompt again, and their queries are added to `SampledQueries` that want repeated ones."""
     first: bool = False
     """`act` runs before the evictions of the pass, not after them."""
     check: Callable[[], Any] = lambda: None
@@ -335,6 +335,12 @@ class Recipe:
         return tuple(dict.fromkeys([*wants, *self.observers, *((SPANS,) if tracked else ())]))
 
     @property
+    def held_observers(self) -> tuple[Wanted, ...]:
+        """Observers that stay after a prompt: those of generated tokens, and those that last."""
+        lasting = [request for request in self.watched("prefill") if request.lasts]
+        return tuple(dict.fromkeys([*self.watched("decode"), *lasting]))
+
+    @property
     def chunk(self) -> int | None:
         """Most tokens of a prompt read before an eviction; None for the whole prompt."""
         chunks = [step.schedule.chunk for step in self.acting("prefill") if step.schedule.chunk is not None]
@@ -388,11 +394,6 @@ class Recipe:
     def ragged(self) -> bool:
         """Whether heads of a layer may keep different numbers of pairs."""
         return any(eviction.allocator.ragged for eviction in self.evictions)
-
-    @property
-    def fills_groups(self) -> bool:
-        """Whether every head keeps a multiple of the pairs that the codec encodes together."""
-        return any(eviction.allocator.fills_groups for eviction in self.evictions)
 
     @property
     def shares_prefill(self) -> bool:

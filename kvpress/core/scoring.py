@@ -82,6 +82,9 @@ class Scorer(Protocol):
     def without_values(self) -> Scorer:
         """Return the scorer without the factor for the norm of values, for wrappers that multiply by it themselves."""
 
+    def for_fixed_size(self) -> Scorer:
+        """Return the scorer for a cache whose turns share one size, so that pairs of earlier turns compete with new ones."""
+
     @property
     def ranks(self) -> bool:
         """Whether scores only order the pairs of a head; they can be neither weighted nor compared between heads."""
@@ -103,8 +106,6 @@ class Scored:
     """Log-weights `[b, h, n]` that the choice adds to those of the pairs; set by scorers that weigh."""
     among: View | None = None
     """Larger view that `view` takes its pairs from; scores are computed over all of its pairs. None for `view` itself."""
-    width: Tensor | None = None
-    """Bits per value of each pair, `[b, h, n]`, for the codec (`WIDTH`); set by allocators that choose them."""
 
     @property
     def whole(self) -> View:
@@ -167,4 +168,8 @@ class ByScore:
 
     def without_values(self) -> Any:
         """Return the scorer without the factor for the norm of values; itself if it has none."""
+        return self
+
+    def for_fixed_size(self) -> Any:
+        """Return the scorer for a cache whose turns share one size; itself if it scores pairs of all turns alike."""
         return self

@@ -42,6 +42,11 @@ class Wanted:
         """Whether the observer records token by token."""
         return bool(getattr(self.kind, "by_token", False))
 
+    @property
+    def lasts(self) -> bool:
+        """Whether the observer stays after the prompt."""
+        return bool(getattr(self.kind, "lasts", False))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Wanted:
         """Return the same object: it holds no state of a layer."""
         return self
@@ -62,6 +67,8 @@ class Observer(ABC):
     """Whether it records token by token, so that `crop` can remove the newest ones exactly."""
     sums_attention: ClassVar[bool] = False
     """Whether it needs the log-sum-exp of every query over all pairs, which a pattern does not compute."""
+    lasts: ClassVar[bool] = False
+    """Whether the observer and its per-pair arrays stay after the prompt, for the evictions of later turns."""
     end: int = 0
     """Tokens recorded so far, if `by_token`."""
 

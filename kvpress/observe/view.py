@@ -128,10 +128,18 @@ class View:
         uniform = torch.rand(self.call.store.heads, self.seen, generator=generator)[self.heads]
         return uniform.to(self.positions.device).expand(len(self.rows), -1, -1).gather(2, self.positions)
 
-    def recorded(self, request: Wanted) -> Tensor:
-        """Return the per-pair array `[b, h, n]` that an observer records; zeros where it recorded nothing."""
+    def recorded(self, request: Wanted, fill: bool = False) -> Tensor:
+        """Return the per-pair array `[b, h, n]` that an observer records; zeros where it recorded nothing.
+
+        With `fill`, these pairs, such as generated tokens of an earlier turn, get the mean of the finite numbers of their head.
+        """
         name = self.observer(request).sides[0]
-        return self.side[name] if name in self.side else torch.zeros(self.shape, device=self.positions.device)
+        array = self.side[name] if name in self.side else torch.zeros(self.shape, device=self.positions.device)
+        if not fill:
+            return array
+        finite = array.isfinite() & (array != 0)
+        mean = array.masked_fill(~finite, 0.0).sum(dim=2, keepdim=True) / finite.sum(dim=2, keepdim=True).clamp_min(1)
+        return torch.where(array == 0, mean, array)
 
     def newest_queries(self, request: Wanted) -> Tensor:
         """Return the newest real queries of a `RecentQueries` observer, `[b, Hq, <= size, D]`."""

@@ -99,7 +99,7 @@ class FastKVzipPress(ScorerPress):
         """Return `[b, h, n]` in [0, 1], infinite for sinks and window."""
         window = int(view.seen * self.window_ratio) if view.seen < LONG else self.window_size
         protected = (view.positions < self.n_sink) | (view.positions >= view.seen - window)
-        return view.recorded(*self.wants).masked_fill(protected, torch.inf)
+        return view.recorded(self.wants[0], fill=True).masked_fill(protected, torch.inf)
 
 
 class OwnShare(Gates):

@@ -28,6 +28,7 @@ class Gates(Observer, ABC):
     `values`.
     """
 
+    lasts = True
     name: ClassVar[str]
 
     def __init__(self, place: str) -> None:

@@ -21,10 +21,9 @@ from kvpress.core.recipe import Allocator, Eviction, PassHook, Recipe
 from kvpress.core.registry import Exemption, register
 from kvpress.core.scoring import Scored, top
 from kvpress.observe.call import LayerCall
-from kvpress.observe.observer import Wanted
 from kvpress.observe.passes import Pass
 from kvpress.observe.view import View
-from kvpress.presses.kvzip import Repetition, Worth
+from kvpress.presses.kvzip import Repetition, set_worth
 
 Aggregate = Literal["max", "mean"]
 
@@ -114,7 +113,7 @@ class _Received:
         self.agg_task, self.agg_group = agg_task, agg_group
         self.lengths = torch.empty(0)
         self.values: dict[int, list[Tensor]] = {}
-        self.worth: dict[int, Worth] = {call.layer.index: call.store.observers[Wanted(Worth)] for call in prefill.calls}
+        self.calls, self.mask = {call.layer.index: call for call in prefill.calls}, prefill.mask
 
     def take_in(self, call: LayerCall) -> None:
         """Add the attention of one layer's queries."""
@@ -155,7 +154,8 @@ class _Received:
             heads = len(streams) // len(tokens)
             if self.agg_task == "mean":
                 streams = [value / max(1, tokens[n // heads]) for n, value in enumerate(streams)]
-            self.worth[layer].values = [v.amax(dim=0) if self.agg_group == "max" else v.mean(dim=0) for v in streams]
+            scores = [v.amax(dim=0) if self.agg_group == "max" else v.mean(dim=0) for v in streams]
+            set_worth(self.calls[layer], self.mask, scores)
 
 
 @dataclass(frozen=True)
@@ -166,6 +166,9 @@ class Enhanced(Repetition):
     """Whether attention is multiplied by the norm of the value."""
     mean: bool
     """Whether the mean over the heads of the layer is added."""
+
+    def for_fixed_size(self) -> Enhanced:
+        return self  # the second reading scores pairs of all turns
 
     def scores(self, view: View) -> Tensor:
         if not self.mean:

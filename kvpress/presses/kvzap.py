@@ -92,7 +92,7 @@ class KVzapPress(ScorerPress):
 
     def scores(self, view: View) -> Tensor:
         """Return `[b, h, n]`."""
-        return view.recorded(*self.wants)
+        return view.recorded(self.wants[0], fill=True)
 
 
 class Surrogates(Gates):

@@ -18,16 +18,19 @@ from kvpress.core.model import ModelFacts
 from kvpress.core.press import BudgetPress
 from kvpress.core.recipe import Eviction, PassHook, Recipe
 from kvpress.core.registry import Exemption, Refusal, register
-from kvpress.core.scoring import ByScore
+from kvpress.core.scoring import ByScore, Scorer
 from kvpress.observe.call import LayerCall
 from kvpress.observe.observer import Observer, Wanted
 from kvpress.observe.passes import Pass, ReadRow
+from kvpress.observe.queries import SampledQueries
 from kvpress.observe.view import View
 from kvpress.presses.adakv import Competition
 from kvpress.presses.criticalkv import check_outputs, output_weight
 
 LEAD = 8
 """Number of tokens before a later chunk that are quoted to mark its beginning."""
+SMALLEST = 1e-30
+"""Smallest recorded score; 0 marks a pair without one."""
 
 
 @register(
@@ -58,8 +61,11 @@ class KVzipPress(BudgetPress):
         score[b, h, t] = max over i and the GQA group of softmax(q_i . k)[t],   t in c
 
     `kvzip_plus_normalization` replaces the attention weight a by `a * ||W_o v_t|| / ||x_i||`, where x_i is the input of the
-    attention and W_o the output projection of the query head. The first `n_sink` tokens always stay, and so do pairs that
-    survived an earlier turn. `layerwise` gives every layer the same number of pairs.
+    attention and W_o the output projection of the query head. The first `n_sink` tokens always stay. `layerwise` gives every
+    layer the same number of pairs.
+
+    With a ratio, pairs that survived a turn stay in later turns. With a fixed number of pairs, all turns share its pairs: each
+    pair keeps its score, in 4 bytes, and generated tokens, which no pass repeats, get the mean score of their head.
 
     `tokenizer` encodes the instruction; without it, the tokenizer in the model's folder does. `repeat_prompt=""` needs no
     tokenizer: the prompt is read a second time without an instruction.
@@ -92,9 +98,10 @@ class KVzipPress(BudgetPress):
         questions = _Questions(self.repeat_prompt, self.tokenizer, model)  # type: ignore[attr-defined]
         if self.kvzip_plus_normalization:
             check_outputs(model)
-        hook = PassHook(partial(self._repeat, questions), ("prefill",), reads=True, check=questions.ids)
+        hook = PassHook(partial(self._repeat, questions), ("prefill",), reads=True, repeats=True, check=questions.ids)
         scope = "layer" if self.layerwise else "cache"
-        step = Eviction(Repetition(), self.amount, Competition(scope=scope), prepare=hook)
+        scorer: Scorer = Repetition() if self.budget is None else LastingRepetition()
+        step = Eviction(scorer, self.amount, Competition(scope=scope), prepare=hook)
         return Recipe((step,))
 
     def _repeat(self, questions: _Questions, prefill: Pass) -> None:
@@ -104,15 +111,26 @@ class KVzipPress(BudgetPress):
         first, later, suffix = questions.ids()
         for start in range(0, max(len(row.tokens) for row in rows), self.chunk_size):
             stop = start + self.chunk_size
-            texts = []
+            texts, places = [], []
             for row in rows:
                 chunk = row.tokens[start:stop]
                 lead = [*later, *row.tokens[start - LEAD : start]] if start else first
                 texts.append([*lead, *suffix, *chunk] if chunk else [])
+                places.append([-1] * (len(texts[-1]) - len(chunk)) + [*range(start, start + len(chunk))])
             longest = max(map(len, texts))
             scores.set_chunk(slice(start, stop), [len(text) for text in texts])
             ids = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=prefill.position.device)
-            prefill.read(ids, scores.take_in)
+            place = torch.tensor([row + [-1] * (longest - len(row)) for row in places])
+
+            def watch(call: LayerCall, place: Tensor = place) -> None:
+                scores.take_in(call)
+                for observer in call.store.observers.values():
+                    if isinstance(observer, SampledQueries) and observer.repeated:
+                        observer.add(call, place)
+
+            prefill.read(ids, watch)
+        for call in prefill.calls:
+            set_worth(call, prefill.mask, scores.values[call.layer.index])
 
 
 class Worth(Observer):
@@ -122,7 +140,7 @@ class Worth(Observer):
         self.values: list[Tensor] = []
 
     def observe(self, call: LayerCall) -> None:
-        """Record nothing: `KVzipPress` sets `values` after the prefill."""
+        """Record nothing: `set_worth` sets `values` after the prefill."""
 
     def tensors(self) -> list[Tensor]:
         return self.values
@@ -135,18 +153,57 @@ class Worth(Observer):
         self.values = [value.to(device) for value in self.values]
 
 
+class LastingWorth(Observer):
+    """Scores of pairs from the repetition of their prompt, in a per-pair array, for the evictions of all later turns."""
+
+    lasts = True
+    sides = ("worth",)
+
+    def observe(self, call: LayerCall) -> None:
+        """Record nothing: `set_worth` writes the array after the prefill."""
+
+
+def set_worth(call: LayerCall, mask: Tensor | None, values: list[Tensor]) -> None:
+    """Store the scores `values[n] [pairs]` of all pairs of stream n in the observers of a layer; `mask` as in `StoredPairs`."""
+    store, window = call.store, call.store.window
+    if Wanted(Worth) in store.observers:
+        store.observers[Wanted(Worth)].values = values
+    if Wanted(LastingWorth) in store.observers:
+        recorded = torch.zeros(store.batch * store.heads, window.length, device=window.keys.device)
+        for n, slots in enumerate(StoredPairs(store, mask).slots):
+            columns = slots[slots >= window.first] - window.first
+            recorded[n, columns.to(recorded.device)] = values[n][len(slots) - len(columns) :].clamp_min(SMALLEST)
+        window.side[LastingWorth.sides[0]] = recorded.view(store.batch, store.heads, -1)
+
+
 @dataclass(frozen=True)
 class Repetition(ByScore):
-    """Scorer that reads the scores stored in `Worth`."""
+    """Scorer that reads the scores stored in `Worth`; pairs that survived a turn stay in later turns."""
 
     @property
     def wants(self) -> tuple[Wanted, ...]:
         return (Wanted(Worth),)
 
+    def for_fixed_size(self) -> Scorer:
+        return LastingRepetition()
+
     def scores(self, view: View) -> Tensor:
         """Return `[b, h, n]`."""
         values = view.observer(*self.wants).values
         return torch.stack([values[n] for n in view.streams]).view(view.shape)
+
+
+@dataclass(frozen=True)
+class LastingRepetition(ByScore):
+    """Scorer that reads `LastingWorth`, so that pairs of all turns compete."""
+
+    @property
+    def wants(self) -> tuple[Wanted, ...]:
+        return (Wanted(LastingWorth),)
+
+    def scores(self, view: View) -> Tensor:
+        """Return `[b, h, n]`."""
+        return view.recorded(self.wants[0], fill=True)
 
 
 @dataclass
@@ -202,12 +259,10 @@ class _Scores:
         self.rows, self.n_sink, self.plus = rows, n_sink, plus
         self.values: dict[int, list[Tensor]] = {}
         for call in prefill.calls:
-            worth = call.store.observers[Wanted(Worth)]
-            worth.values = [
+            self.values[call.layer.index] = [
                 torch.full((len(slots),), torch.inf, device=call.queries.device)
                 for slots in StoredPairs(call.store, prefill.mask).slots
             ]
-            self.values[call.layer.index] = worth.values
 
     def set_chunk(self, tokens: slice, lengths: list[int]) -> None:
         """Set the tokens of each row that the next pass repeats, and the length of each row of that pass without padding."""

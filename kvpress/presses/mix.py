@@ -113,3 +113,6 @@ class Mixed(ScorerAround):
 
     def without_values(self) -> Mixed:
         return replace(self, inner=self.inner.without_values(), other=self.other.without_values())
+
+    def for_fixed_size(self) -> Mixed:
+        return replace(self, inner=self.inner.for_fixed_size(), other=self.other.for_fixed_size())

@@ -17,7 +17,7 @@ from kvpress.kernels import Rows
 from kvpress.presses import kvzip
 from kvpress.testing.oracle import decode_both
 from tests.caches import generate, positions, prefill
-from tests.models import full_layers, padded_batch, tiny_model, tokens
+from tests.models import full_layers, grow, padded_batch, position_ids, tiny_model, tokens
 
 FAMILIES = ["llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "gpt_oss", "smollm3", "granite"]
 LENGTH = 40
@@ -207,6 +207,63 @@ def test_later_turns_share_the_budget_and_keep_the_survivors() -> None:
                 assert not turn or len(generated) > 0
                 kept[row] = survivors
             previous_length = seen
+
+
+@pytest.mark.parametrize("rows", [[300], [300, 180]])
+def test_turns_share_a_budget_by_their_scores(rows: list[int]) -> None:
+    """A budget that the first turn fills is shared with the second: both keep pairs, and sinks stay."""
+    model, (ids, mask) = tiny_model("llama"), padded_batch(rows)
+    later = tokens(len(rows), 200, seed=3)
+    with torch.no_grad(), KVzipPress(budget=64, repeat_prompt="")(model):
+        cache = model(ids, attention_mask=mask, position_ids=position_ids(mask), use_cache=True).past_key_values
+        first = kvpress.kept_positions(cache)
+        model.generate(
+            torch.cat([ids, later], dim=1), attention_mask=grow(mask, 200), past_key_values=cache, max_new_tokens=3
+        )
+    for layer, (before, after) in enumerate(zip(first, kvpress.kept_positions(cache), strict=True)):
+        for row, length in enumerate(rows):
+            sinks = set(range(300 - length, 304 - length))
+            for old, new in zip(before[row], after[row], strict=True):
+                earlier = {int(at) for at in new if at < 300}
+                assert sinks <= earlier <= set(map(int, old)), f"layer {layer}"
+    kept = [int(at) for layer in kvpress.kept_positions(cache) for row in layer for head in row for at in head]
+    assert 0.1 < sum(300 <= at < 500 for at in kept) / len(kept) < 0.9
+    assert sum(at < 500 for at in kept) == 64 * 6 * len(rows)
+
+
+def test_recorded_scores_are_counted_and_dropped_where_turns_do_not_need_them() -> None:
+    model = tiny_model("llama")
+    recorded = []
+    for press in (KVzipPress(budget=64, repeat_prompt=""), KVzipPress(0.5, repeat_prompt="")):
+        with torch.no_grad(), press(model) as session:
+            model(tokens(1, 128), use_cache=True)
+        report = kvpress.memory_report(session.cache)
+        recorded.append(sum(layer.components.get("scores", 0) for layer in report.layers))
+    assert recorded == [4 * 64 * 6, 0]
+
+
+@pytest.mark.parametrize("chunk", [16, 2048])
+def test_refit_takes_its_queries_from_the_repetition(chunk: int) -> None:
+    """The prompt is read twice in all, and values are fitted to the queries of the repeated tokens."""
+    model, ids = tiny_model("llama"), tokens(1, LENGTH)
+    lengths: list[int] = []
+    hook = model.model.register_forward_pre_hook(
+        lambda _, __, kw: lengths.append(kw["input_ids"].shape[1]), with_kwargs=True
+    )
+    with (
+        torch.no_grad(),
+        kvpress.get_press(f"refit(kvzip:0.5,repeat_prompt=,chunk_size={chunk}):queries=repeat,ridge=1")(
+            model
+        ) as session,
+    ):
+        model(ids, use_cache=True)
+    hook.remove()
+    assert sum(lengths) == LENGTH + LENGTH + kvzip.LEAD * ((LENGTH - 1) // chunk)
+    other = prefill(model, kvpress.get_press("refit(kvzip:0.5,repeat_prompt=):queries=prefill,ridge=1"), ids)
+    stores = [[layer.store.dense.values for layer in cache.layers] for cache in (session.cache, other)]
+    assert not all(
+        torch.allclose(*pair, atol=1e-4) for pair in zip(*stores, strict=True) if pair[0].shape == pair[1].shape
+    )
 
 
 def test_bfloat16() -> None:

@@ -72,6 +72,28 @@ def test_kvzap_scores_of_generated_tokens_are_held(tmp_path: Path) -> None:
     assert all(bool((array != 0).any()) for dense in kept for array in dense.side.values())
 
 
+def test_kvzap_scores_of_earlier_turns_are_held(tmp_path: Path) -> None:
+    """Survivors of a turn compete in the next one with the scores of their own tokens."""
+    modules, model, ids = networks(tmp_path, "linear"), tiny_model("llama"), tokens(1, 90)
+    seen: dict[int, Tensor] = {}
+    with torch.no_grad():
+        with Watching(lambda call: seen.setdefault(call.layer.index, call.hidden_states))(model):
+            model(ids[:, :60], use_cache=True)
+        with kvpress.KVzapPress(0.5, "linear", weights=str(tmp_path))(model) as session:
+            cache = model(ids[:, :60], use_cache=True).past_key_values
+            model(ids[:, 60:], past_key_values=cache)
+    for index, layer in enumerate(session.cache.layers):
+        dense = layer.store.dense
+        (name,) = dense.side
+        expected = modules[index](seen[index][0]).T
+        for head in range(HEADS):
+            rows = dense.layout.rows(head)
+            slots, held = dense.slots()[rows].long(), dense.side[name][rows]
+            earlier = slots < 60
+            assert bool(earlier.any())
+            torch.testing.assert_close(held[earlier], expected[head, slots[earlier]], atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_qfilter_projects_keys(family: str, tmp_path: Path) -> None:
     directions, model = filters(tmp_path), tiny_model(family)

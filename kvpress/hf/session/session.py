@@ -364,7 +364,7 @@ class Session(BaseSession):
         """Drop observations that only this eviction needed, and encode full tiles of the kept pairs."""
         store, plan = call.store, self.layers[id(call.layer.module)]
         if call.phase == "prefill" and self.evict:
-            store.forget([*self.executor.watched["decode"], *((TOKENS,) if self.follows else ())])
+            store.forget([*self.recipe.held_observers, *((TOKENS,) if self.follows else ())])
         if plan.codec is not None:
             if call.phase == "prefill":
                 check_finite(store.window.filled_keys, store.window.filled_values, call.layer.index)
