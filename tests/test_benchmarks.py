@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +32,7 @@ from benchmarks import (
     overhead,
     prefill,
     quality_figures,
+    recall_table,
     selection,
     tiers,
 )
@@ -48,7 +51,6 @@ from benchmarks.problems import (
 )
 from kvpress.core.registry import entries
 from kvpress.kernels.cpu import build, launch
-from tests.eval.engines import bundled_model
 from tests.kernels.compiler import NATIVE, needs_compiler
 
 
@@ -268,30 +270,16 @@ def test_pairs_of_files_are_fetched_and_forgotten(tmp_path: Any, monkeypatch: py
     assert rows["quest, memory"]["file_mib"] == 0
 
 
-@pytest.mark.parametrize(("scorer", "bits", "step"), [("keydiff", 16, 1), ("knorm", 3, 32), ("adakv(snapkv)", 16, 1)])
-def test_the_frontier_compares_presses_that_hold_all_they_may(scorer: str, bits: int, step: int) -> None:
-    engine, smaller = bundled_model(), 8
-    ids = torch.randint(5, 900, (1, 320), generator=torch.Generator().manual_seed(0))
-
-    def spec(budget: int) -> str:
-        return frontier.plain(scorer, bits, budget) if "(" not in scorer else f"adakv(snapkv:budget={budget})"
-
-    solution = frontier.solved(engine, ids, spec, smaller, step)
-    budget = int(solution.split("budget=")[1].split(" ")[0].rstrip(")"))
-    assert budget % step == 0
-    for more, fits in ((0, True), (step, False)):
-        kept, uncompressed = frontier.held(engine, ids, spec(budget + more))
-        assert (kept * smaller <= uncompressed) == fits
-
-
-def test_the_frontier_alone_has_a_figure(tmp_path: Path) -> None:
-    """With `--only frontier`, there is no best other family."""
-    study = json.loads(Path("benchmarks/results/frontier.json").read_text())[0]
-    study["rows"] = [row for row in study["rows"] if row["family"] == "frontier"]
-    assert len(study["rows"]) == len(study["smaller"])
-    assert frontier.named(study) == ["frontier"]
-    frontier.write_figure(tmp_path / "f.png", frontier.draw, study, 9.0)
-    assert (tmp_path / "f.png").stat().st_size > 1000
+@pytest.mark.parametrize("study", list(frontier.STUDIES))
+def test_the_presses_of_the_frontier_are_measured(study: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = argparse.Namespace(
+        model="reference", length=320, filler="noise", contexts=1, threads=1, out=tmp_path / "out.json"
+    )
+    monkeypatch.setitem(frontier.STUDIES, study, frontier.STUDIES[study][-2:])
+    subprocess.run(frontier.command(study, options), check=True, capture_output=True)  # noqa: S603 - our own
+    record = json.loads(options.out.read_text())
+    assert [row["press"] for row in record["cells"][0]["rows"]] == ["none", *frontier.STUDIES[study]]
+    assert all(row["factor"] > 1.5 for row in record["cells"][0]["rows"][1:])
 
 
 def test_every_codec_is_in_the_figure_of_all() -> None:
@@ -304,15 +292,17 @@ def test_every_codec_is_in_the_figure_of_all() -> None:
         assert len({(line.get_color(), line.get_marker(), line.get_linestyle()) for line in lines}) == len(names)
 
 
-def test_sizes_of_several_results_go_into_one_figure(tmp_path: Path) -> None:
-    results = Path("benchmarks/results")
-    paths = [results / "frontier.json", results / "frontier_small.json"]
-    joined = frontier.joined(paths)
-    assert joined["smaller"] == [2, 5, 10, 20, 50]
-    assert {row["size"] for row in joined["rows"] if row["family"] == "frontier"} == set(joined["smaller"])
-    assert frontier.joined([paths[1], *paths])["rows"] == joined["rows"]
-    with pytest.raises(ValueError, match="do not have the same length and model"):
-        frontier.joined([paths[0], results / "frontier_2048.json"])
+def test_recall_of_several_files_goes_into_one_figure(tmp_path: Path) -> None:
+    names = ("recall_smollm2_1024", "recall_smollm2_1024_budgeted")
+    records = [json.loads(Path(f"benchmarks/results/{name}.json").read_text()) for name in names]
+    study = recall_table.joined(records)
+    presses = [row["press"] for row in study["rows"]]
+    assert presses.count("none") == 1
+    assert {"kivi:bits=4", "frontier:smaller=10"} <= set(presses)
+    recall_table.write_figure(tmp_path / "f.png", recall_table.draw, study, 9.0)
+    assert (tmp_path / "f.png").stat().st_size > 1000
+    with pytest.raises(ValueError, match="differ in filler"):
+        recall_table.joined([records[0], {**records[1], "filler": "essays"}])
 
 
 def test_ours_is_measured_alone_without_openvino(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,9 +19,6 @@ from kvpress.cache.tier import FileTier
 GPU_INTERVAL = 256
 """Minimum number of generated tokens between two sealings on a GPU: each synchronises and re-records CUDA graphs."""
 
-WIDTH = "width"
-"""Name of the per-pair array with the bit width at which a dense pair will be encoded, 0 if it is not set."""
-
 
 @dataclass(frozen=True)
 class Sealing:
@@ -45,6 +42,10 @@ class Sealing:
     """Observers of the layer, by request."""
     shared: dict[str, Any] = field(default_factory=dict)
     """State that all layers of the cache share; copied with the cache."""
+
+    def tokens(self, rows: int) -> list[int]:
+        """Return the number of real tokens of each of `rows` rows."""
+        return [self.seen] * rows if self.mask is None else self.mask.sum(dim=1).tolist()
 
 
 class Codec(ABC):
@@ -71,13 +72,20 @@ class Codec(ABC):
     """Files for encoded pairs; None for the memory of their device."""
 
     def tiles(
-        self, lengths: Sequence[int], heads: int, begun: Sequence[bool] = (), turn: bool = False
+        self,
+        lengths: Sequence[int],
+        heads: int,
+        begun: Sequence[bool] = (),
+        turn: bool = False,
+        tokens: Sequence[int] = (),
     ) -> tuple[list[int], list[int]]:
         """Return the range of dense pairs to encode in every stream: first ranks and ends.
 
         Rows are independent. Sinks are skipped only until some pairs of the row are encoded, which `begun` marks by stream. In
-        a row without a full tile, all ranges are empty, from 0 to 0. `turn` marks the end of a prompt or turn.
+        a row without a full tile, all ranges are empty, from 0 to 0. `turn` marks the end of a prompt or turn. `tokens` are the
+        real tokens of each row so far, for codecs that depend on them.
         """
+        del tokens
         begins, ends = [0] * len(lengths), [0] * len(lengths)
         for start in range(0, len(lengths), heads):
             row, first = range(start, start + heads), not any(begun[start : start + heads])

@@ -41,8 +41,6 @@ class PlannedStream:
     """Codec of the layer."""
     ragged: bool = False
     """Whether streams differ in length; this one then has the mean length."""
-    fills: bool = False
-    """Whether every stream of a prompt that loses pairs holds full tiles only."""
     index_bytes: Callable[[float], float] = lambda pairs: 0.0
     """Maps a number of pairs to the bytes of a selector's index."""
     side_bytes: tuple[int, int] = (0, 0)
@@ -141,8 +139,6 @@ class PlannedStream:
         # On average, streams of different lengths leave half a tile.
         step = codec.tile_size(not self.segments)
         tiles = max(0.0, free - (step - 1) / 2) if self.ragged else max(0, free // step * step)
-        if self.fills and self.dense and not generated:
-            tiles = max(0.0, free)
         if not tiles:
             return
         if sinks:

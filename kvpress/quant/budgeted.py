@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpress.cache.report import parse_bytes
+from kvpress.cache.segment import WEIGHT
 from kvpress.core.checks import Range
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BasePress, Wrapping
@@ -20,15 +21,18 @@ from kvpress.core.registry import Exemption, Refusal, register
 from kvpress.core.scoring import Scored
 from kvpress.presses.adakv import Competition
 from kvpress.presses.cake import share_out
-from kvpress.presses.leverage_score import LeverageScorePress
-from kvpress.presses.sample import SamplePress
-from kvpress.quant.bit_allocation import ByPrice, check_price
+from kvpress.presses.criticalkv import output_weight
+from kvpress.presses.kvzip import KVzipPress
+from kvpress.presses.refit import LEAST_RIDGE, RefitPress
 from kvpress.quant.errors import MOST, QUERIES, ROUNDING, error
-from kvpress.quant.widths import GROUP, FittingCodec, Sized, SizeLimit
+from kvpress.quant.widths import FittingCodec, Sized, SizeLimit
 
 SMALLER = 10.0
 """Default compression factor, used if neither `smaller` nor `bytes` is set."""
-
+RECORDED = 4
+"""Bytes of a number that an observer records with each pair."""
+CHUNK, QUERIES_READ = 256, 512
+"""Tokens of a prompt that `FrontierPress` reads again in one pass, and queries of each query head that values are fitted to."""
 
 ENCODES = (
     Exemption(
@@ -45,14 +49,9 @@ class OfSize(Wrapping):
 
     smaller: Smaller | None
     bytes: str | int | None
-    per_pair: bool
-    by_channel: bool
 
     def validate(self) -> None:
         super().validate()
-        if self.by_channel and (self.per_pair or self.bytes is not None):
-            option = "per_pair=true" if self.per_pair else f"bytes={self.bytes}"
-            raise ValueError(f"by_channel=true works with `smaller` alone: leave out {option}")
         if self.bytes is None:
             return
         if self.smaller is not None:
@@ -68,24 +67,16 @@ class OfSize(Wrapping):
     def assumed_size(self) -> str:
         return f"smaller={SMALLER:g}" if self.smaller is None and self.bytes is None else ""
 
-    def room(self, model: ModelFacts | None, weighs: bool = False) -> SizeLimit:
-        """Return the size limit of the cache."""
+    def room(self, model: ModelFacts | None, beside_pair: int = 0) -> SizeLimit:
+        """Return the size limit of a cache whose pairs take `beside_pair` bytes besides their codes and indexes."""
         if self.bytes is None:
-            return SizeLimit(
-                model,
-                smaller=SMALLER if self.smaller is None else self.smaller,
-                weighs=weighs,
-                by_channel=self.by_channel,
-            )
-        return SizeLimit(model, bytes=parse_bytes(str(self.bytes), "bytes"), weighs=weighs)
+            return SizeLimit(model, smaller=SMALLER if self.smaller is None else self.smaller, beside_pair=beside_pair)
+        return SizeLimit(model, bytes=parse_bytes(str(self.bytes), "bytes"), beside_pair=beside_pair)
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
         room = self.room(model)
-        if self.by_channel and model is not None:
-            check_channel_groups(room)
         # A compression factor gives the same width for every prompt length, so one codec serves all prompts.
-        fixed = room.smaller is not None and not self.per_pair
-        codec = room.codec(room.bits(1)) if fixed else FittingCodec(room, per_pair=self.per_pair)
+        codec = FittingCodec(room) if room.smaller is None else room.codec(room.fitting(1))
         return replace(super().recipe(model), codec=lambda layer: codec)
 
     def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
@@ -98,45 +89,24 @@ class OfSize(Wrapping):
             raise TypeError(
                 f"{type(self).__name__} shares out the pairs of a prompt among layers, and {name} has its own rule for that"
             )
-        room = self.room(model, step.weighs)
-        allocator: Allocator = inner if compete else ByError(inner, scope="cache")
-        watches = step.watches if compete else (*step.watches, QUERIES)
-        if self.per_pair:
-            check_price(step, name)
-            allocator, watches = ByPrice(room=room, scope="cache"), (*step.watches, QUERIES)
-        if self.by_channel:
-            allocator = InGroups(allocator, scope="cache")
-        return replace(step, amount=Sized(room=room), allocator=allocator, watches=watches)
-
-
-def check_channel_groups(room: SizeLimit) -> None:
-    """Refuse a model with values that groups of channels do not divide; shorter values are one group."""
-    dims = {layer.pair_dim - layer.head_dim for layer in room.layers}
-    if wrong := sorted(dim for dim in dims if dim > GROUP and dim % GROUP):
-        raise ValueError(
-            f"by_channel=true stores values in groups of {GROUP} channels, which do not divide the head dim {wrong[0]} of the "
-            "model: leave it out"
-        )
+        if self.bytes is not None:
+            step = replace(step, scorer=step.scorer.for_fixed_size())
+        if not compete:
+            step = replace(step, watches=(*step.watches, QUERIES))
+        room = self.room(model, beside_codes(step))
+        shared: Allocator = inner if compete else ByError(inner, scope="cache")
+        return replace(step, amount=Sized(room=room), allocator=shared)
 
 
 @register(
     "budgeted",
     "budget",
     example="budgeted(snapkv):smaller=10",
-    cases=(
-        "budgeted(snapkv:window_size=4):smaller=20",
-        "budgeted(adakv(knorm)):smaller=20",
-        "budgeted(snapkv:window_size=4):smaller=12,per_pair=true",
-    ),
+    cases=("budgeted(snapkv:window_size=4):smaller=20", "budgeted(adakv(knorm)):smaller=20"),
     refuses=(
         Refusal("budgeted(snapkv:0.5)", "the size sets how many pairs stay"),
         Refusal("budgeted(pyramidkv)", "both would share out pairs among layers"),
         Refusal("budgeted(knorm) + kivi:bits=4", "the size sets how pairs are stored"),
-        Refusal(
-            "budgeted(knorm):smaller=4,per_pair=true,by_channel=true", "by_channel=true works with `smaller` alone"
-        ),
-        Refusal("budgeted(adakv(knorm)):per_pair=true", "both would share out pairs among heads"),
-        Refusal("budgeted(chunkkv(knorm)):per_pair=true", "scores that only order pairs have no price"),
     ),
     exempt=ENCODES,
     status="recommended",
@@ -145,52 +115,35 @@ def check_channel_groups(room: SizeLimit) -> None:
 class BudgetedPress(OfSize):
     """Make the cache of a prompt `smaller` times smaller, or fit it into `bytes`; the inner press scores the pairs.
 
-        bits   by the bits r available per uncompressed number, 16 / smaller in a 16-bit model:
-               8 if r >= 8.6, 4 if r >= 2.6, 3 if r >= 0.53, else 2
+        bits   by the bits r available per uncompressed number, 16 / smaller in a 16-bit model, of keys and of values:
+               8 and 8 if r >= 8.6, 8 and 4 if r >= 2.6, else 4 and 4
         pairs  as many as fit in these bits, all scales and indexes counted; all pairs if they fit
         layer  pairs ~ sqrt(e),   e = mean |o' - o|^2 / mean |o|^2 over the newest 64 tokens and all heads
 
     Here o is the attention output of one of the newest tokens, which are at most a quarter of the prompt. o' is the output
     without the pairs that the inner press evicts at the mean budget; the newest tokens themselves stay, as those of a
     question would. If the error of a layer falls as 1 / pairs, these shares give the least sum of errors. No layer gets more
-    than twice the mean or less than half of it. Pairs are stored as by `RotatedPress`, without a dense tail; generated tokens
+    than twice the mean or less than half of it. An inner press whose heads and layers compete, such as `kvzip`, shares out the
+    pairs itself. Pairs are stored as by `RotatedPress`, the first one of a head dense, without a dense tail; generated tokens
     stay dense until 32 of them are encoded together. A prompt keeps at least 16 pairs per head.
 
     `smaller` defaults to 10. `bytes`, such as 512MiB, 4GB or 300000, is the size of all layers of one row of a batch after its
     prompt, including sliding windows. Each row is compressed as it would be alone, so B rows take B times as much. The bits
-    are chosen for each row once the length of its prompt is known; a prompt that fits uncompressed stays uncompressed. The
-    cache never exceeds the size, and is normally smaller by at most 1% or one pair of every head. It is smaller by more if all
-    pairs fit into some width but not into the next wider one, or if layers keep all their pairs, which then need no indexes.
-    Where keys have a large bias (`QuantisingPress`), it and its tables of angles come on top. Bytes that do not hold 16 pairs
-    per head in 2 bits are refused. Generated tokens are added to the size, in the bits of the prompt. A further turn of several
-    tokens is cut to the size together with all earlier pairs, and encoded to its last pair. With `smaller`, the size then
-    refers to all tokens seen, so the cache grows with them; with `bytes`, it stays the same.
+    are chosen for each row once the length of its prompt is known; a prompt that fits uncompressed stays uncompressed until
+    the next turn. The cache never exceeds the size, and is normally smaller by at most 1% or one pair of every head. It is
+    smaller by more if all pairs fit into some width but not into the next wider one, or if layers keep all their pairs, which
+    then need no indexes. Where keys have a large bias (`QuantisingPress`), it and its tables of angles come on top. Bytes that
+    do not hold 16 pairs per head in 4 bits are refused. Generated tokens are added to the size, in the bits of the prompt. A
+    further turn of several tokens is cut to the size together with all earlier pairs, and encoded to its last pair. With
+    `smaller`, the size then refers to all tokens seen, so the cache grows with them; with `bytes`, it stays the same.
 
-    With `per_pair`, each pair gets its own bits. Of 0 (dropped), 2, 3, 4, 8 and 16 bits, each pair takes those with the least
-
-        g s l(bits) + price * bytes(bits)
-
-    Here s is the score of the pair over the mean score of its head. The weight g is the error e of its layer over the mean of
-    all layers, limited to [1/2, 2]. The loss l is 1 for a dropped pair, else the relative squared errors of Gaussian keys and
-    values added up: 0.238, 0.075, 0.023, 0.0002 and 0. The price is the lowest one at which all bytes fit, including indexes,
-    scales and weights of pairs and the means of each width, so heads and layers compete. Pairs of different widths share one
-    segment; in a batch, every head stores means for each width that some row uses. Tokens after the prompt take the bits
-    given above; encoded pairs keep their bits.
-
-    An inner press whose heads and layers compete, such as `kvzip`, shares out the pairs itself. With `by_channel`, pairs are
-    stored as by `KiviPress` with groups of 32: 8 bits for up to 1.6 times smaller, else 4. Every head keeps a multiple of 32
-    pairs, at least 32, so that no pair stays dense, and newer pairs wait for a group of 32.
-
-    Paper: none; `per_pair` is similar to RDKV, 2026 (arXiv 2605.08317).
-    Differs from the paper: unlike RDKV, any scorer can rate the pairs, layers are weighed by their error, all stored bytes are
-    counted, and keys and values of a pair have the same bits in all channels.
+    Paper: none.
+    Differs from the paper: nothing.
     """
 
     press: BasePress
     smaller: Smaller | None = None
     bytes: str | int | None = None
-    per_pair: bool = False
-    by_channel: bool = False
 
     @property
     def inner(self) -> BasePress:
@@ -201,7 +154,7 @@ class BudgetedPress(OfSize):
     "frontier",
     "budget",
     example="frontier:smaller=20",
-    cases=("frontier:bytes=12KB", "frontier:smaller=14,per_pair=true"),
+    cases=("frontier:bytes=12KB",),
     exempt=ENCODES,
     status="recommended",
 )
@@ -209,24 +162,41 @@ class BudgetedPress(OfSize):
 class FrontierPress(OfSize):
     """Make the cache of a prompt `smaller` times smaller with the most accurate combination measured; set nothing else.
 
-    `BudgetedPress` around `SamplePress` around `LeverageScorePress`: three quarters of the kept pairs are the first four tokens
-    and the pairs whose keys are hardest to express by other keys; one quarter is sampled from all other pairs and weighed.
-    Layers share pairs by the error of losing them, and kept pairs take 2, 3 or 4 bits per channel. `bytes`, such as 512MiB,
-    sets the size instead. With `per_pair`, every pair has its own bits, and with `by_channel`, keys are coded by channel; see
-    `BudgetedPress`.
+    `BudgetedPress` around `RefitPress` around `KVzipPress`: the model reads its prompt a second time, in chunks of 256 tokens;
+    the pairs with the most attention from it stay, weighted by the output of the value, for which heads and layers compete;
+    their values and log-weights are solved for with 512 queries of the second reading; and they are stored in 4 bits, keys in 8
+    bits where a cache is at most 6 times smaller. `bytes`, such as 512MiB, sets the size instead. The prompt takes at least
+    twice as long to read, and is uncompressed in memory until then. Where the model has no dense output projections, the
+    attention itself is the score.
 
-    Paper: none; see `LeverageScorePress`, `SamplePress` and `RotatedPress` for the papers of its components.
-    Differs from the paper: nothing.
+    Paper: none; see `KVzipPress`, `RefitPress` and `RotatedPress` for the papers of its components.
+    Differs from the paper: the second reading has no instruction to repeat the prompt, so that no tokenizer is needed.
     """
 
     smaller: Smaller | None = None
     bytes: str | int | None = None
-    per_pair: bool = False
-    by_channel: bool = False
 
     @property
     def inner(self) -> BasePress:
-        return SamplePress(LeverageScorePress(sketch_dimension=1024, ridge=0.1, n_sink=4))
+        return self._inner(has_outputs=True)
+
+    def recipe(self, model: ModelFacts | None = None) -> Recipe:
+        if model is None or all(
+            layer.module is None or output_weight(layer.module) is not None for layer in model.layers
+        ):
+            return super().recipe(model)
+        return BudgetedPress(self._inner(has_outputs=False), self.smaller, self.bytes).recipe(model)
+
+    def _inner(self, has_outputs: bool) -> BasePress:
+        repetition = KVzipPress(repeat_prompt="", chunk_size=CHUNK, kvzip_plus_normalization=has_outputs)
+        return RefitPress(repetition, queries="repeat", ridge=LEAST_RIDGE, tokens=QUERIES_READ, weights=True)
+
+
+def beside_codes(step: Eviction) -> int:
+    """Return the bytes of log-weights and recorded numbers that an eviction stores with each pair."""
+    held = [request for request in step.wants if request.lasts or step.acts_in("decode")]
+    recorded = {name for request in held for name in request.make().sides}
+    return WEIGHT * step.weighs + RECORDED * len(recorded)
 
 
 @dataclass(frozen=True)
@@ -253,44 +223,6 @@ class ByError(Allocator):
 
     def within_layers(self) -> Allocator:
         return self.inner
-
-
-@dataclass(frozen=True)
-class InGroups(Allocator):
-    """Allocator that rounds the pairs of every head to groups that share the scales of a key's channels, one at least.
-
-    The number of groups follows the counts of `inner` by largest remainder, so that their sum does not grow.
-    """
-
-    inner: Allocator = field(default_factory=Allocator)
-    group: int = GROUP
-
-    ragged = True
-    fills_groups = True
-
-    def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
-        sizes = [item.scores.shape[:2] for item in scored]
-        counts = torch.cat(
-            [
-                torch.full(size, count) if isinstance(count, int) else count.cpu()
-                for count, size in zip(self.inner.counts(scored, mean), sizes, strict=True)
-            ],
-            dim=1,
-        )
-        lengths = torch.tensor(
-            [item.view.length for item, size in zip(scored, sizes, strict=True) for _ in range(size[1])]
-        )
-        rounded = torch.stack([self._rounded(row, lengths) for row in counts])
-        return list(rounded.to(scored[0].scores.device).split([size[1] for size in sizes], dim=1))
-
-    def _rounded(self, counts: Tensor, lengths: Tensor) -> Tensor:
-        """Return the rounded counts `[heads]` of one row; a head shorter than a group keeps all its pairs."""
-        limits = lengths // self.group
-        first = limits.clamp_max(1)
-        groups = max(0, int(counts.sum()) // self.group - int(first.sum()))
-        weights = (counts - self.group).clamp_min(0).double()
-        shares = torch.tensor(share_out(groups, weights, limits - first)) if groups else torch.zeros_like(first)
-        return torch.where(limits > 0, (first + shares) * self.group, lengths)
 
 
 def _mean_length(layer: Sequence[Scored]) -> int:

@@ -6,39 +6,39 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
-from kvpress.cache.codec import WIDTH, Codec, DenseCodec, Sealing
+from kvpress.cache.codec import Codec, Sealing
 from kvpress.cache.layout import Layout
 from kvpress.cache.mixed import Flags, MixedSegment, by_format
 from kvpress.cache.report import format_bytes
-from kvpress.cache.segment import SLOT, WEIGHT, DenseSegment, Segment
-from kvpress.cache.store import KVStore
+from kvpress.cache.segment import SLOT, DenseSegment, Segment
 from kvpress.core.amount import Amount
 from kvpress.core.model import LayerFacts, ModelFacts
 from kvpress.observe.view import View
 from kvpress.quant.rotated import CentredCodec, RotatedSegment
-from kvpress.quant.uniform import UniformCodec
 
-DENSE = 16
-"""Bits of pairs that stay dense."""
-WIDTHS = {8: 8.6, 4: 2.6, 3: 0.53, 2: 0.0}
-"""Bits per channel, and the least bits available per uncompressed number at which they are used."""
-CHANNEL_WIDTHS = {8: 10.0, 4: 0.0}
-"""The same for keys that are coded by channel, whose scales take another half a bit."""
+Width: TypeAlias = tuple[int, int]
+"""Bits per channel of keys and of values."""
+DENSE: Width = (16, 16)
+"""Width of pairs that stay dense."""
+WIDTHS: dict[Width, float] = {(8, 8): 8.6, (8, 4): 2.6, (4, 4): 0.0}
+"""Widths of encoded pairs, and the least bits available per uncompressed number at which they are used."""
 GROUP = 32
-"""Number of generated tokens that are encoded together, and of pairs whose keys share scales by channel."""
+"""Number of generated tokens that are encoded together."""
+SINKS = 1
+"""First pairs of a head that stay dense: errors of an attention sink count in every output."""
 OFFSETS = 24
 """Bytes of the start and the length of a stream."""
 CLOSE = 0.95
 """Share of the compression factor above which no warning is issued."""
 WARNED = "sliding windows"
 """Key that marks a cache for which the warning about sliding windows was issued."""
-LEAST = 16
-"""Pairs of a head that stay at every size."""
+FEWEST = 16
+"""Pairs of a head that stay at every size, the dense ones included."""
 
 
 @dataclass(frozen=True)
@@ -50,21 +50,14 @@ class SizeLimit:
     """Compression factor against the uncompressed cache."""
     bytes: int | None = None
     """Bytes of all layers, used instead of `smaller`."""
-    weighs: bool = False
-    """True if pairs have log-weights."""
-    width: int | None = None
-    """Bits that earlier pairs of the row are encoded in; None before any are."""
-    by_channel: bool = False
-    """True if keys are coded by channel, as by `KiviPress`."""
+    beside_pair: int = 0
+    """Bytes that each pair takes besides its codes and its index: log-weights and recorded numbers."""
+    width: Width | None = None
+    """Width that earlier pairs of the row are encoded in; None before any are."""
 
-    def codec(self, bits: int) -> Codec:
-        """Return the codec with `bits` bits per channel."""
-        return by_channel(bits) if self.by_channel else of_width(bits)
-
-    @property
-    def fewest(self) -> int:
-        """Pairs of a head that stay at every size."""
-        return GROUP if self.by_channel else LEAST
+    def codec(self, width: Width) -> Codec:
+        """Return the codec of a width."""
+        return CentredCodec(width, 0, SINKS, GROUP)
 
     @property
     def layers(self) -> Sequence[LayerFacts]:
@@ -72,9 +65,14 @@ class SizeLimit:
         return [LayerFacts(0, 0, "full_attention", 1, 1, 128)] if self.model is None else self.model.growing
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the model; bfloat16 without one."""
+        return torch.bfloat16 if self.model is None else self.model.dtype
+
+    @property
     def itemsize(self) -> int:
         """Bytes of a number of the model."""
-        return 2 if self.model is None else self.model.dtype.itemsize
+        return self.dtype.itemsize
 
     def _of_stream(self, bytes_of: Callable[[LayerFacts], float]) -> float:
         """Return the mean of `bytes_of` over all heads of all layers that grow."""
@@ -87,8 +85,8 @@ class SizeLimit:
 
     @property
     def beside_codes(self) -> int:
-        """Bytes of the index and the weight of a pair, for layers that dropped pairs."""
-        return SLOT + WEIGHT * self.weighs
+        """Bytes of a pair besides its codes, for layers that dropped pairs."""
+        return SLOT + self.beside_pair
 
     @property
     def full(self) -> float:
@@ -108,32 +106,31 @@ class SizeLimit:
             return tokens * self.full / (self.smaller or 1.0)
         return (self.bytes - self.beside(tokens)) / self.streams
 
-    def bits(self, tokens: int) -> int:
-        """Return the bits per channel; `DENSE` if the prompt fits uncompressed."""
+    def fitting(self, tokens: int) -> Width:
+        """Return the width for a prompt of `tokens`; `DENSE` if it fits uncompressed."""
         if self.width is not None:
             return self.width
         allowed, uncompressed = self.allowed(tokens), tokens * self.full
         if allowed >= uncompressed:
             return DENSE
         room = 8 * self.itemsize * max(0.0, allowed) / uncompressed
-        widths = CHANNEL_WIDTHS if self.by_channel else WIDTHS
-        return next(bits for bits, threshold in widths.items() if room >= threshold)
+        holds = [width for width in WIDTHS if self.bytes is None or self.held(FEWEST, width) <= allowed]
+        return next((width for width in holds if room >= WIDTHS[width]), min(WIDTHS))
 
-    def held(self, pairs: float, bits: int) -> float:
-        """Return the bytes of `pairs` pairs including scales, indexes and weights, as a mean over heads."""
-        pair, once, codec = self.full, 0.0, self.codec(bits)
-        if bits != DENSE:
-            pair = self._of_stream(lambda layer: codec.pair_bytes(layer.head_dim, torch.float16))
-            once = self._of_stream(lambda layer: codec.fixed_bytes(layer.head_dim))
-        return once + OFFSETS + pairs * (pair + self.beside_codes)
+    def held(self, pairs: int, width: Width) -> float:
+        """Return the bytes of `pairs` pairs, as a mean over heads."""
+        codec, sinks = self.codec(width), min(SINKS, pairs)
+        pair = self._of_stream(lambda layer: codec.pair_bytes(layer.head_dim, self.dtype))
+        fixed = self._of_stream(lambda layer: codec.fixed_bytes(layer.head_dim)) + 2 * OFFSETS
+        return fixed + sinks * self.full + (pairs - sinks) * pair + pairs * self.beside_codes
 
     def pairs(self, tokens: int) -> int:
         """Return how many of `tokens` pairs stay, as a mean over heads."""
-        bits = self.bits(tokens)
-        if self.allowed(tokens) >= tokens * self.full:
+        allowed, width = self.allowed(tokens), self.fitting(tokens)
+        if width == DENSE:
             return tokens
-        once, pair = self.held(0, bits), self.held(1, bits) - self.held(0, bits)
-        return min(tokens, max(self.fewest, int((self.allowed(tokens) - once) / pair)))
+        once, pair = self.held(SINKS, width), self.held(SINKS + 1, width) - self.held(SINKS, width)
+        return min(tokens, max(FEWEST, SINKS + int((allowed - once) / pair)))
 
     def warn_of_windows(self, view: View) -> None:
         """Warn once per cache if layers with a sliding window keep it well above the size limit."""
@@ -159,16 +156,16 @@ class SizeLimit:
         Raises:
             ValueError: with the bytes that are needed.
         """
-        bits = self.bits(tokens)
-        if self.bytes is None or bits == DENSE:
+        width = self.fitting(tokens)
+        if self.bytes is None or width == DENSE:
             return
-        kept, sliding = min(tokens, LEAST), self.beside(tokens)
+        kept, sliding = min(tokens, FEWEST), self.beside(tokens)
         needed = sliding + self.streams * self.held(kept, min(WIDTHS))
         if self.bytes < needed:
             windows = f", and layers with a sliding window take {sliding} bytes of it" if sliding else ""
             raise ValueError(
                 f"bytes={self.bytes} is too small for a prompt of {tokens} tokens: {kept} pairs of each of {self.streams} "
-                f"heads stay, in {min(WIDTHS)} bits{windows}, so give at least {int(needed) + 1} "
+                f"heads stay, in {min(WIDTHS)[0]} bits{windows}, so give at least {int(needed) + 1} "
                 f"({format_bytes(needed)})"
             )
 
@@ -197,120 +194,93 @@ class Sized(Amount):
         self.room.check(tokens)
 
 
-class WholeDenseCodec(DenseCodec):
-    """Codec that stores prompts dense, to their last pair."""
-
-    whole: ClassVar[bool] = True
-
-
 @dataclass
 class FittingCodec(Codec):
-    """Codec that encodes each row in the width that fits its prompt, and generated tokens in the same width.
+    """Codec that encodes each row in the width that fits its prompt, and later tokens in the same width.
 
-    If rows of a batch have different widths, each width is a part of the segment. With `per_pair`, the allocator stores the
-    width of each pair of a prompt beside it; pairs without one get the width that fits.
+    If rows of a batch have different widths, each width is a part of the segment. A row that fits at the end of a turn
+    stays dense until the next turn.
     """
 
     room: SizeLimit
     """Size limit that sets the width."""
     group: int = GROUP
-    """Generated tokens that are encoded together."""
+    """Pairs that are encoded together."""
     residual: int = 0
     """Newest pairs that stay dense."""
-    per_pair: bool = False
-    """True if pairs of a prompt may have different widths."""
+    sinks: int = SINKS
 
     whole: ClassVar[bool] = True
-    reads_side: ClassVar[tuple[str, ...]] = (WIDTH,)
     spread = "stream"
 
     def at(self, tokens: int) -> Codec:
-        return of_width(self.room.bits(tokens))
+        return self.room.codec(self.room.fitting(tokens))
+
+    def tiles(
+        self,
+        lengths: Sequence[int],
+        heads: int,
+        begun: Sequence[bool] = (),
+        turn: bool = False,
+        tokens: Sequence[int] = (),
+    ) -> tuple[list[int], list[int]]:
+        begins, ends = super().tiles(lengths, heads, begun, turn, tokens)
+        for row, count in enumerate(tokens):
+            streams = slice(row * heads, row * heads + heads)
+            if not any(begun[streams]) and (not turn or self.room.fitting(count) == DENSE):
+                begins[streams] = ends[streams] = [0] * heads
+        return begins, ends
 
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
-        widths = torch.tensor(self._widths(segment, sealing))[segment.layout.stream_of_row]
-        assigned = segment.side_array(WIDTH).long().cpu()
-        widths = torch.where(assigned > 0, assigned, widths)
-        sealing_by_width = replace(sealing, earlier=tuple(leaves(sealing.earlier)))
-        return _encode(segment, widths, widths.unique().tolist(), sealing_by_width)
+        heads, earlier = sealing.heads, widths_held(sealing.earlier, sealing.heads)
+        tokens = sealing.tokens(segment.layout.streams // heads)
+        widths = [earlier.get(row) or self.room.fitting(count) for row, count in enumerate(tokens)]
+        filled = {widths[n // heads] for n, length in enumerate(segment.layout.lengths) if length}
+        kinds = sorted(filled)
+        numbers = torch.tensor([kinds.index(width) if width in filled else 0 for width in widths for _ in range(heads)])
+        plain = replace(sealing, earlier=tuple(_leaves(sealing.earlier)))
+        return self._encode(segment, numbers[segment.layout.stream_of_row], kinds, plain)
 
-    def _widths(self, segment: DenseSegment, sealing: Sealing) -> list[int]:
-        """Return the bits of every stream: those of its row's earlier pairs (not with `per_pair`), else the width that fits."""
-        rows = segment.layout.streams // sealing.heads
-        earlier = {} if self.per_pair else widths_held(sealing.earlier, sealing.heads)
-        seen = [sealing.seen] * rows if sealing.mask is None else sealing.mask.sum(dim=1).tolist()
-        bits = [earlier.get(row) or self.room.bits(int(tokens)) for row, tokens in enumerate(seen)]
-        return [width for width in bits for _ in range(sealing.heads)]
+    def _encode(self, segment: DenseSegment, number: Tensor, kinds: Sequence[Width], sealing: Sealing) -> Segment:
+        """Encode every pair in the width `kinds[number]`, where `number [total]` holds one index for each pair."""
+        if len(kinds) == 1:
+            return self.room.codec(kinds[0]).encode(segment, sealing)
+        second, parts = number > 0, []
+        for selected in (~second, second):
+            rows = selected.nonzero().flatten()
+            counts = torch.bincount(segment.layout.streams_of(rows), minlength=segment.layout.streams)
+            at = rows.to(segment.device)
+            parts.append(DenseSegment(segment.keys[at], segment.values[at], Layout(counts.tolist())))
+        first = self.room.codec(kinds[0]).encode(parts[0], sealing)
+        others = self._encode(parts[1], number[second] - 1, kinds[1:], sealing)
+        return MixedSegment(first, others, Flags.of(second.to(segment.device)), segment.layout)
 
     def gathered(self, segments: Sequence[Segment]) -> list[Segment]:
-        plain = all(isinstance(segment, (MixedSegment, RotatedSegment, DenseSegment)) for segment in segments)
-        return [by_format(segments)] if segments and plain else list(segments)
+        parts = super().gathered(segments)
+        encoded = [part for part in parts if not isinstance(part, DenseSegment)]
+        if any(isinstance(part, MixedSegment) for part in encoded):
+            parts = [*(part for part in parts if isinstance(part, DenseSegment)), by_format(encoded)]
+        return parts
 
     def pair_bytes(self, dim: int, dtype: torch.dtype) -> float:
         raise TypeError("the bytes of a pair depend on the length of the prompt: use `at(tokens)`")
 
 
-def of_width(bits: int) -> Codec:
-    """Return the codec with `bits` bits per channel."""
-    return WholeDenseCodec(GROUP, 0) if bits == DENSE else CentredCodec((bits, bits), 0, group=GROUP)
-
-
-def by_channel(bits: int) -> Codec:
-    """Return the codec with `bits` bits per channel, keys in groups of tokens and values in groups of channels."""
-    return UniformCodec(bits, bits, (GROUP, 1), (1, GROUP), GROUP, 0)
-
-
-def widths_held(parts: Iterable[Segment], heads: int) -> dict[int, int]:
-    """Return the bits of every row that has encoded pairs, the fewest where pairs differ; a row has `heads` streams."""
-    bits_by_row: dict[int, int] = {}
-    for part in leaves(part.known() for part in parts):
-        bits = _bits(part)
+def widths_held(parts: Iterable[Segment], heads: int) -> dict[int, Width]:
+    """Return the width of every row that has encoded pairs, the fewest bits where pairs differ; a row has `heads` streams."""
+    held: dict[int, Width] = {}
+    for part in _leaves(part.known() for part in parts):
+        if not isinstance(part, RotatedSegment):
+            continue
         for row in {n // heads for n, length in enumerate(part.layout.lengths) if length}:
-            bits_by_row[row] = min(bits, bits_by_row.get(row, bits))
-    return bits_by_row
+            held[row] = min((part.keys.bits, part.values.bits), held.get(row, DENSE))
+    return held
 
 
-def _bits(part: Segment) -> int:
-    """Return the bits per channel of a segment of one width."""
-    return part.keys.bits if isinstance(part, RotatedSegment) else DENSE
-
-
-def pair_widths(store: KVStore, stream: int) -> Tensor:
-    """Return the bits of all pairs of a stream in order, `[n]` on the CPU; 0 for pairs that are not encoded."""
-    widths = [_bits_of(part, torch.arange(part.layout.total)[part.layout.rows(stream)]) for part in store.segments]
-    encoded = torch.cat(widths) if widths else torch.empty(0, dtype=torch.long)
-    return torch.nn.functional.pad(encoded, (0, store.stored()[stream] - len(encoded)))
-
-
-def _bits_of(part: Segment, rows: Tensor) -> Tensor:
-    part, rows = part.located(rows.to(part.device))
-    if isinstance(part, MixedSegment):
-        second, widths = part.in_second[rows].cpu(), torch.zeros(len(rows), dtype=torch.long)
-        ranks = torch.where(part.in_second, part.in_second.cumsum(0), (~part.in_second).cumsum(0)) - 1
-        for half, selected in ((part.one, ~second), (part.other, second)):
-            widths[selected] = _bits_of(half, ranks[rows][selected.to(rows.device)])
-        return widths
-    return torch.full((len(rows),), _bits(part))
-
-
-def leaves(parts: Iterable[Segment]) -> Iterator[Segment]:
+def _leaves(parts: Iterable[Segment]) -> Iterator[Segment]:
     """Yield the single-width segments within mixed segments."""
     for part in parts:
         if isinstance(part, MixedSegment):
-            yield from leaves(part.parts)
+            yield from _leaves(part.parts)
         else:
             yield part
-
-
-def _encode(segment: DenseSegment, bits: Tensor, widths: Sequence[int], sealing: Sealing) -> Segment:
-    """Encode every pair in its `bits [total]`; `widths` lists all different bits in ascending order."""
-    if len(widths) == 1:
-        return of_width(widths[0]).encode(segment, sealing)
-    second, parts = bits != widths[0], []
-    for selected, half_widths in ((~second, widths[:1]), (second, widths[1:])):
-        rows = selected.nonzero().flatten()
-        counts = torch.bincount(segment.layout.streams_of(rows), minlength=segment.layout.streams)
-        at = rows.to(segment.device)
-        pairs = DenseSegment(segment.keys[at], segment.values[at], Layout(counts.tolist()))
-        parts.append(_encode(pairs, bits[selected], half_widths, sealing))
-    return MixedSegment(parts[0], parts[1], Flags.of(second.to(segment.device)), segment.layout)

@@ -167,7 +167,7 @@ def test_the_demo_has_six_presses_and_ninety_questions() -> None:
     config = demo.demo_config("reference")
     assert config.presses[0] == "none"
     assert len(config.presses) == 6
-    assert any("refit(" in press and "by_channel" in press for press in config.presses)  # a composition
+    assert any(press.startswith("frontier:smaller=") for press in config.presses)
     assert demo.CONTEXTS * demo.FACTS == 90
 
 

@@ -52,7 +52,6 @@ def registered() -> list[str]:
         "kivi:bits=3,rotate=true",
         "gear:bits=3,backbone=kcvt",
         "frontier:smaller=4",
-        "frontier:per_pair=true",
     ]
 
 
@@ -147,7 +146,7 @@ def test_logits_are_as_good_as_without_a_bias(spec: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["slow", "partial neighbours"])
 @pytest.mark.parametrize(
-    "spec", ["rotated:bits=3", "turboquant", "kivi:bits=3", "zipcache", "frontier:per_pair=true", "fp8"]
+    "spec", ["rotated:bits=3", "turboquant", "kivi:bits=3", "zipcache", "frontier:smaller=4", "fp8"]
 )
 def test_attention_reads_keys_with_their_offset(spec: str, name: str) -> None:
     """Read all pairs, listed pairs, and the pairs left by an eviction, with a row that has padding."""

@@ -19,12 +19,12 @@ PRETRAINED, REFERENCE = "smollm2", "reference"
 PRESSES = (
     "none",
     "kivi:bits=4",
-    "budgeted(refit(kvzip):ridge=1.0):smaller=10,by_channel=true",
-    "snapkv:0.5",
     "frontier:smaller=10",
+    "budgeted(compactor):smaller=10",
+    "snapkv:0.5",
     "quest:budget=256,page_size=4",
 )
-"""Full cache, codec, eviction and codec of a given size, common eviction, another press of that size, selector."""
+"""Full cache, codec, two caches of one size (the second reads the prompt once), common eviction, selector."""
 CONTEXTS, FACTS = 9, 10
 
 
