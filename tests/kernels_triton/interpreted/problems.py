@@ -30,9 +30,13 @@ def lowest_precision(q: Tensor, rows: Rows, where: Where, scale: float, dtype: t
 
 
 def assert_close(ours: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], rounded: Tensor) -> None:
-    """Allow at most twice the error of torch in the same dtype, and compare log-sum-exps."""
+    """Allow at most twice the error of torch in the same dtype, and compare log-sum-exps.
+
+    References in float32 are rounded as well: processors add in different orders, so 16 units of rounding are allowed.
+    """
     out, lse = ours
-    allowed = 2 * (rounded - expected[0]).abs().max() + 1e-6 * expected[0].abs().max()
+    rounding = 16 * torch.finfo(torch.float32).eps
+    allowed = 2 * (rounded - expected[0]).abs().max() + rounding * expected[0].abs().max()
     assert not out.isnan().any()
     assert (out - expected[0]).abs().max() <= allowed
     assert_same_lse(lse, expected[1], 1e-3)
