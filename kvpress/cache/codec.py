@@ -71,24 +71,30 @@ class Codec(ABC):
     tier: FileTier | None = None
     """Files for encoded pairs; None for the memory of their device."""
 
+    def begins(self, row: int, turn: bool, sealing: Sealing | None) -> bool:
+        """Return whether pairs of a row that has no encoded ones are encoded now; `turn` and `sealing` as in `tiles`."""
+        del row, turn, sealing
+        return True
+
     def tiles(
         self,
         lengths: Sequence[int],
         heads: int,
         begun: Sequence[bool] = (),
         turn: bool = False,
-        tokens: Sequence[int] = (),
+        sealing: Sealing | None = None,
     ) -> tuple[list[int], list[int]]:
         """Return the range of dense pairs to encode in every stream: first ranks and ends.
 
         Rows are independent. Sinks are skipped only until some pairs of the row are encoded, which `begun` marks by stream. In
-        a row without a full tile, all ranges are empty, from 0 to 0. `turn` marks the end of a prompt or turn. `tokens` are the
-        real tokens of each row so far, for codecs that depend on them.
+        a row without a full tile, all ranges are empty, from 0 to 0. `turn` marks the end of a prompt or turn, and `sealing`
+        has the tokens of each row so far, for codecs that depend on them.
         """
-        del tokens
         begins, ends = [0] * len(lengths), [0] * len(lengths)
         for start in range(0, len(lengths), heads):
             row, first = range(start, start + heads), not any(begun[start : start + heads])
+            if first and not self.begins(start // heads, turn, sealing):
+                continue
             sinks, size = self.sinks if first else 0, self.tile_size(first or turn)
             full = [max(0, lengths[n] - min(sinks, lengths[n]) - self.residual) // size for n in row]
             for n, tiles in zip(row, full, strict=True):

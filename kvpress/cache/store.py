@@ -331,7 +331,7 @@ class KVStore(Rollback):
         if longest < codec.residual + codec.tile_size(turn or not all(rows_begun)):
             return
         opened = self.open_segment(sealing.mask)
-        sinks, ends = codec.tiles(opened.layout.lengths, self.heads, begun, turn, sealing.tokens(self.batch))
+        sinks, ends = codec.tiles(opened.layout.lengths, self.heads, begun, turn, sealing)
         if not any(ends):
             return
         first, old, dense_tail = opened.cut(sinks, ends)

@@ -11,7 +11,7 @@ from typing import ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from kvpress.cache.codec import Codec, Sealing
+from kvpress.cache.codec import Codec, DenseCodec, Sealing
 from kvpress.cache.layout import Layout
 from kvpress.cache.mixed import Flags, MixedSegment, by_format
 from kvpress.cache.report import format_bytes
@@ -214,22 +214,11 @@ class FittingCodec(Codec):
     spread = "stream"
 
     def at(self, tokens: int) -> Codec:
-        return self.room.codec(self.room.fitting(tokens))
+        width = self.room.fitting(tokens)
+        return DenseCodec(GROUP, 0) if width == DENSE else self.room.codec(width)
 
-    def tiles(
-        self,
-        lengths: Sequence[int],
-        heads: int,
-        begun: Sequence[bool] = (),
-        turn: bool = False,
-        tokens: Sequence[int] = (),
-    ) -> tuple[list[int], list[int]]:
-        begins, ends = super().tiles(lengths, heads, begun, turn, tokens)
-        for row, count in enumerate(tokens):
-            streams = slice(row * heads, row * heads + heads)
-            if not any(begun[streams]) and (not turn or self.room.fitting(count) == DENSE):
-                begins[streams] = ends[streams] = [0] * heads
-        return begins, ends
+    def begins(self, row: int, turn: bool, sealing: Sealing | None) -> bool:
+        return turn and sealing is not None and self.room.fitting(sealing.tokens(row + 1)[row]) != DENSE
 
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
         heads, earlier = sealing.heads, widths_held(sealing.earlier, sealing.heads)

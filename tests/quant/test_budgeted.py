@@ -165,6 +165,8 @@ def test_a_prompt_that_fits_stays_as_it_is() -> None:
     torch.testing.assert_close(torch.stack(output.logits), torch.stack(plain.logits), rtol=1e-4, atol=1e-4)
     report = kvpress.memory_report(session.cache)
     assert report.kept == report.seen
+    planned = plan(kvpress.FrontierPress(bytes="1MB"), Geometry.of(model.config), 90)
+    assert planned.total_bytes == pytest.approx(planned.uncompressed_bytes, rel=0.02)
     assert all(
         not isinstance(segment, RotatedSegment) for layer in session.cache.layers for segment in layer.store.sealed
     )
