@@ -78,10 +78,7 @@ class Segment(Held, Attended, ABC):
 
     @property
     def computes_operands(self) -> bool:
-        # On a CPU, log-weights are read in float32; positions are computed where keys of a segment with gaps have an offset.
-        weight = self.log_weight
-        if weight is not None and weight.dtype != torch.float32 and not weight.is_cuda:
-            return True
+        # Positions are computed where keys of a segment with gaps have an offset.
         return self.key_offset is not None and self.key_offset.computes_positions(self)
 
     def _with_offset(self) -> kernels.Rows | None:

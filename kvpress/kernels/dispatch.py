@@ -21,6 +21,7 @@ from kvpress.kernels.attention import reference as attention_reference
 from kvpress.kernels.counting import count
 from kvpress.kernels.cpu import launch
 from kvpress.kernels.formats.dense import Dense
+from kvpress.kernels.formats.offset import Products
 from kvpress.kernels.formats.operand import Listed, Options, Part, Ranges, Rows, Where
 from kvpress.kernels.formats.packed import Packed
 from kvpress.kernels.mass import contract as mass
@@ -80,7 +81,7 @@ def decode_parts(
 ) -> tuple[Tensor, Tensor]:
     """Attend to several disjoint sets of rows, as `merge` of the results of `decode`; raises as `decode`.
 
-    On a CPU, all parts without a basis and an offset are read in one call of compiled code; on a GPU, one launch merges all.
+    On a CPU, one call of compiled code reads all parts; on a GPU, one launch merges those without a basis and an offset.
 
     Args:
         q: queries [N, M, D], as in `decode`.
@@ -95,23 +96,36 @@ def decode_parts(
     if others:
         attention.check_parts(others)
         checks.shape("out", others[0][0], (*q.shape[:2], parts[0].value_channels), torch.float32)
-    plain = [part for part in parts if part.rows.is_plain] if len(parts) > 1 or others else []
-    on_gpu = bool(plain) and device.available(plain[0].rows.keys.storage)
-    joint = plain if on_gpu or (len(plain) > 1 and launch.available(plain[0].rows.keys.storage)) else []
+    has_offset = any([part.rows.key_offset is not None for part in parts])
+    if has_offset and (step := _streams_at_once(q, parts)) < len(q):
+        blocks = [_of_streams(n, n + step, parts, options, others) for n in range(0, len(q), step)]
+        results = [
+            decode_parts(q[n : n + step], *block) for n, block in zip(range(0, len(q), step), blocks, strict=True)
+        ]
+        return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results])
+    added = [_products(q, part) for part in parts] if has_offset else [None] * len(parts)
+    storage = parts[0].rows.keys.storage
+    if launch.available(storage):
+        for part in parts:
+            count(_name(part))
+        out, lse = attention_cpu.decode_parts(q, parts, options, others, added=added)
+        return attention.with_sinks(out, lse, options.sinks)
 
     def options_of(part: Part) -> Options:
         return replace(options, causal=0) if options.causal and part is not parts[-1] else options
 
-    results = [*others, *(_decode(q, part, options_of(part)) for part in parts if part not in joint)]
-    for part in joint:
-        count(_name(part))
-    if on_gpu:
+    on_gpu = device.available(storage)
+    joint = [part for part in parts if on_gpu and part.rows.is_plain and (len(parts) > 1 or others)]
+    run = _attend_on_gpu if on_gpu else _attend_in_torch
+    single = [(part, extra) for part, extra in zip(parts, added, strict=True) if part not in joint]
+    results = [*others, *(run(q, part, options_of(part), extra) for part, extra in single)]
+    if joint:
         from kvpress.kernels.attention import triton as attention_triton
 
+        for part in joint:
+            count(_name(part))
         launches = [attention_triton.launch(q, part.rows, part.where, options_of(part)) for part in joint]
         out, lse = attention_triton.merge_partials(q, [*attention_triton.as_partials(results), *launches])
-    elif joint:
-        out, lse = attention_cpu.decode_parts(q, joint, options_of(joint[-1]), results)
     else:
         out, lse = results[0] if len(results) == 1 else merge(results)
     return attention.with_sinks(out, lse, options.sinks)
@@ -121,32 +135,42 @@ def _name(part: Part) -> str:
     return f"{part.rows.keys.name}_{'select' if isinstance(part.where, Listed) else 'decode'}"
 
 
-def _decode(q: Tensor, part: Part, options: Options) -> tuple[Tensor, Tensor]:
-    rows, where = part.rows, part.where
-    if rows.key_offset is not None:
-        step = max(1, MOST_PRODUCTS // (q.shape[1] * rows.key_offset.places))
-        if step < len(q):
-            blocks = range(0, len(q), step)
-            results = [_decode(q[n : n + step], Part(rows, where.streams(n, n + step)), options) for n in blocks]
-            return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results])
-    added = None if rows.key_offset is None else rows.key_offset.products(q, where.stream)
-    on_host = launch.available(rows.keys.storage)
-    if not on_host and device.available(rows.keys.storage):
-        from kvpress.kernels.attention import triton as attention_triton
+def _streams_at_once(q: Tensor, parts: Sequence[Part]) -> int:
+    """Return the number of streams whose products with offsets fit into `MOST_PRODUCTS`."""
+    places = max(part.rows.key_offset.places for part in parts if part.rows.key_offset is not None)
+    return max(1, MOST_PRODUCTS // (q.shape[1] * places))
 
-        count(_name(part))
-        return attention_triton.attend(q, rows, where, options, added)
-    shift, model_dtype = None, q.dtype
+
+def _of_streams(
+    first: int, last: int, parts: Sequence[Part], options: Options, others: Sequence[tuple[Tensor, Tensor]]
+) -> tuple[list[Part], Options, list[tuple[Tensor, Tensor]]]:
+    """Return the arguments of `decode_parts` for the streams first .. last - 1."""
+    sinks = None if options.sinks is None else options.sinks[first:last]
+    chosen = [Part(part.rows, part.where.streams(first, last)) for part in parts]
+    return chosen, replace(options, sinks=sinks), [(out[first:last], lse[first:last]) for out, lse in others]
+
+
+def _products(q: Tensor, part: Part) -> Products | None:
+    offset = part.rows.key_offset
+    return None if offset is None else offset.products(q, part.where.stream)
+
+
+def _attend_on_gpu(q: Tensor, part: Part, options: Options, added: Products | None) -> tuple[Tensor, Tensor]:
+    from kvpress.kernels.attention import triton as attention_triton
+
+    count(_name(part))
+    return attention_triton.attend(q, part.rows, part.where, options, added)
+
+
+def _attend_in_torch(q: Tensor, part: Part, options: Options, added: Products | None) -> tuple[Tensor, Tensor]:
+    rows, stream = part.rows, part.where.stream
+    shift = None
     if rows.key_basis is not None:
-        shift = None if rows.key_basis.centre is None else options.scale * rows.key_basis.products(q, where.stream)
-        q = rows.key_basis.enter(q, where.stream)
-    if on_host:
-        count(_name(part))
-        out, lse = attention_cpu.decode(q, rows, where, options, model_dtype=model_dtype, added=added)
-    else:
-        out, lse = attention_reference.decode(q, rows, where, options, added)
+        shift = None if rows.key_basis.centre is None else options.scale * rows.key_basis.products(q, stream)
+        q = rows.key_basis.enter(q, stream)
+    out, lse = attention_reference.decode(q, rows, part.where, options, added)
     if rows.value_basis is not None:
-        out = rows.value_basis.leave(out, where.stream)
+        out = rows.value_basis.leave(out, stream)
         if rows.value_basis.centre is not None:
             out = out.masked_fill(lse.isneginf()[..., None], 0.0)
     return out, lse if shift is None else lse + shift

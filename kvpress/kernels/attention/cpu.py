@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -14,7 +13,7 @@ from torch import Tensor
 from kvpress.kernels.cpu import launch
 from kvpress.kernels.formats.coded import Coded
 from kvpress.kernels.formats.fields import Field
-from kvpress.kernels.formats.offset import Products
+from kvpress.kernels.formats.offset import NO_PRODUCTS, Products
 from kvpress.kernels.formats.operand import Options, Part, Rows, Where
 
 Result: TypeAlias = tuple[Tensor, Tensor]
@@ -33,19 +32,29 @@ def decode(
     where: Where,
     options: Options,
     level: str | None = None,
-    model_dtype: torch.dtype | None = None,
     added: Products | None = None,
 ) -> Result:
-    """Run the kernel on checked arguments.
+    """Attend to one set of rows; arguments and result as in `decode_parts`."""
+    return decode_parts(q, [Part(rows, where)], options, (), level, [added])
+
+
+def decode_parts(
+    q: Tensor,
+    parts: Sequence[Part],
+    options: Options,
+    others: Sequence[Result] = (),
+    level: str | None = None,
+    added: Sequence[Products | None] = (),
+) -> Result:
+    """Attend to several parts and merge the results with `others`, in one call of compiled code, on checked arguments.
 
     Args:
         q: queries [N, M, D].
-        rows: stored rows; the caller applies their bases.
-        where: rows of each stream.
+        parts: stored rows, with their bases, and the rows of each stream.
         options: scale, softcap and causal mask; the caller adds sinks.
+        others: results over further disjoint rows.
         level: instruction-set level; the fastest one by default.
-        model_dtype: dtype of the queries before a basis was applied; float32 requires float32 products. That of `q` by default.
-        added: products of the queries with the offset of the keys, by position.
+        added: products of the queries with the offset of the keys, by position, for each part; empty where none has an offset.
 
     Returns:
         Outputs, float32 [N, M, Dv], and log-sum-exp of the logits, float32 [N, M].
@@ -53,55 +62,38 @@ def decode(
     Raises:
         ValueError: a stream refers to rows, groups, corrections or positions that are not stored.
     """
-    part = Part(rows, where)
-    request, out, lse = _request(q, options, rows.values.channels, 1, (model_dtype or q.dtype) == torch.float32, added)
-    stream = launch.run(*_ENTRIES[rows.keys.name], *request, *part.fields, stored=rows, level=level)
-    _check_stored(stream, part)
-    return out[0], lse[0]
-
-
-def decode_parts(
-    q: Tensor, parts: Sequence[Part], options: Options, others: Sequence[Result] = (), level: str | None = None
-) -> Result:
-    """Attend to several parts without bases, and merge the results with `others`, in one call; arguments as in `decode`."""
-    channels = parts[0].rows.values.channels
-    request, outs, lses = _request(q, options, channels, len(parts), q.dtype == torch.float32)
-    out, lse = torch.empty(outs.shape[1:]), torch.empty(lses.shape[1:])
-    stored = _Parts.of(parts, level)
-    merging = out, lse, channels, len(others), len(parts), *_pieces(others)
-    failure = launch.run("decode.cpp", "kvpress_parts", *request, *merging, stored=stored, level=level)
+    streams, queries, _ = q.shape
+    channels = parts[0].value_channels
+    out = torch.empty(streams, queries, channels, dtype=torch.float32)
+    lse = torch.empty(streams, queries, dtype=torch.float32)
+    tensors = q.to(torch.float32).contiguous(), out, lse, streams, queries
+    settings = options.causal, q.dtype == torch.bfloat16, q.dtype == torch.float32, torch.get_num_threads()
+    logits = float(options.scale), float(options.softcap or 0)
+    request = *tensors, *settings, *logits
+    fields = [NO_PRODUCTS if products is None else products.fields() for products in added] or [NO_PRODUCTS] * len(
+        parts
+    )
+    if len(parts) == 1 and not others and not parts[0].has_basis:
+        (part,) = parts
+        entry = _ENTRIES[part.rows.keys.name]
+        failure = launch.run(*entry, *request, *fields[0], *part.fields, stored=part.rows, level=level)
+    else:
+        merging = channels, len(others), len(parts), *_pieces(others)
+        stored = _Parts.of(parts, fields, level)
+        failure = launch.run(
+            "decode.cpp", "kvpress_parts", *request, *NO_PRODUCTS, *merging, stored=stored, level=level
+        )
     if failure >= 0:
-        part, stream = divmod(failure, q.shape[0])
-        _check_stored(stream, parts[part])
+        index, stream = divmod(failure, streams)
+        _refuse(stream, parts[index])
     return out, lse
 
 
-def _request(
-    q: Tensor, options: Options, channels: int, parts: int, exact: bool, added: Products | None = None
-) -> tuple[tuple[Field, ...], Tensor, Tensor]:
-    """Return the fields of ``Asked`` in cpu/problem.h, and the tensors for its results, [parts, N, M, Dv] and [parts, N, M]."""
-    streams, queries, _ = q.shape
-    out = torch.empty(parts, streams, queries, channels, dtype=torch.float32)
-    lse = torch.empty(parts, streams, queries, dtype=torch.float32)
-    tensors = q.to(torch.float32).contiguous(), out, lse, streams, queries
-    settings = options.causal, q.dtype == torch.bfloat16, exact, torch.get_num_threads()
-    logits = float(options.scale), float(options.softcap or 0)
-    return (*tensors, *settings, *logits, *_added(added)), out, lse
-
-
-def _added(added: Products | None) -> tuple[Field, ...]:
-    """Return the fields of ``Added`` in cpu/problem.h."""
-    if added is None:
-        return None, None, None, 0
-    return added.by_position.contiguous(), added.shift.contiguous(), added.positions, added.by_position.shape[2]
-
-
-def _check_stored(stream: int, part: Part) -> None:
-    if stream >= 0:
-        rows = part.rows
-        has_positions = isinstance(rows.keys, Coded) or rows.key_offset is not None
-        causes = "positions without angles" if has_positions else "groups or corrections that do not exist"
-        raise ValueError(f"stream {stream} refers to rows outside the {rows.count} stored ones, or to {causes}")
+def _refuse(stream: int, part: Part) -> None:
+    rows = part.rows
+    has_positions = isinstance(rows.keys, Coded) or rows.key_offset is not None
+    causes = "positions without angles" if has_positions else "groups or corrections that do not exist"
+    raise ValueError(f"stream {stream} refers to rows outside the {rows.count} stored ones, or to {causes}")
 
 
 @dataclass(frozen=True)
@@ -111,14 +103,14 @@ class _Parts:
     parts: Sequence[Part]
     """Parts, which keep the tensors of the structure alive."""
     structure: bytes
-    """Address of the entry point, length of the structure in bytes, and the structure, for each part in order."""
+    """``Parts::Part`` of cpu/parts.h and the fields of the entry point, for each part in order."""
 
     @classmethod
-    def of(cls, parts: Sequence[Part], level: str | None) -> _Parts:
-        structures = []
-        for part in parts:
-            entry = launch.address(*_ENTRIES[part.rows.keys.name], level=level)
-            structures += [struct.pack("qq", entry, len(part.structure)), part.structure]
+    def of(cls, parts: Sequence[Part], added: Sequence[tuple[Field, ...]], level: str | None) -> _Parts:
+        entries = [launch.address(*_ENTRIES[part.rows.keys.name], level=level) for part in parts]
+        structures = [
+            part.structure_of(entry, fields) for part, entry, fields in zip(parts, entries, added, strict=True)
+        ]
         return cls(parts, b"".join(structures))
 
 
@@ -127,9 +119,8 @@ def merge(parts: Sequence[Result], level: str | None = None) -> Result:
     out, lse = parts[0]
     merged, total = torch.empty(out.shape), torch.empty(lse.shape)
     # No queries: there are results to merge only.
-    request = None, None, None, *lse.shape, 0, False, False, torch.get_num_threads(), 1.0, 0.0, *_added(None)
-    merging = merged, total, merged.shape[-1], len(parts), 0, *_pieces(parts)
-    launch.run("decode.cpp", "kvpress_parts", *request, *merging, level=level)
+    request = None, merged, total, *lse.shape, 0, False, False, torch.get_num_threads(), 1.0, 0.0, *NO_PRODUCTS
+    launch.run("decode.cpp", "kvpress_parts", *request, merged.shape[-1], len(parts), 0, *_pieces(parts), level=level)
     return merged, total
 
 

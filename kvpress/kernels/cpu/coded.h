@@ -92,8 +92,7 @@ class CodedWorker {
     if (p_.added.products) add_offsets(stream, m, live, rows, count);
     if (base_two_.capped())
       for (int i = 0; i < 4 * count; i += kLanes) store(scores + i, base_two_.finish(load(scores + i)));
-    if (p_.log_weight)
-      for (int t = 0; t < count; ++t) scores_[t] += p_.log_weight[rows[t]] * kLog2e;
+    for_log_weights(p_, rows, count, [&](int t, float weight) { scores_[t] += weight * kLog2e; });
     if (p_.causal)
       for (int i = 0; i < 4; ++i) {
         const int64_t limit = p_.lengths[stream] - p_.causal + (m + i) % p_.causal + 1;

@@ -20,7 +20,7 @@ struct Mass {
   const int64_t* lengths;  // [N]
   const float* weights;    // [N, M]: factor of the softmax weights of each query, or null
   const float* sinks;     // [N, M]: logits that only take part in the softmax, or null
-  const float* log_weight;  // [R], added to the logits, or null
+  const void* log_weight;  // [R], added to the logits, or null
   float* lse;             // [N, M]
   float* out;             // [R], zero on entry
   int64_t rows;
@@ -30,6 +30,7 @@ struct Mass {
   int64_t stride;         // elements between two rows of keys
   int64_t query_dtype;
   int64_t key_dtype;
+  int64_t weight_dtype;
   int64_t causal;
   int64_t needs_lse;      // lse is an output, else an input
   int64_t statistic;
@@ -156,7 +157,10 @@ class MassWorker {
   }
 
   void load_tile(int64_t row, int size, Unit* tile, float* log_weights) {
-    for (int t = 0; p_.log_weight && t < size; ++t) log_weights[t] = p_.log_weight[row + t] * kLog2e;
+    if (p_.log_weight) {
+      Elements(p_.log_weight, p_.weight_dtype).read(row, size, log_weights);
+      for (int t = 0; t < size; ++t) log_weights[t] *= kLog2e;
+    }
     transpose_.load(Elements(p_.keys, p_.key_dtype), row * p_.stride, p_.stride, size, tile);
   }
 

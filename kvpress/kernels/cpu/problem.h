@@ -80,9 +80,10 @@ struct Attention : Asked {
   const int32_t* listed;    // [N, listed_stride] row numbers, or null
   const int64_t* lengths;   // [N]
   const int64_t* owner;     // [N]: stream whose codebooks and shifts a stream reads, or null for its own
-  const float* log_weight;  // [R], added to the logits, or null
+  const void* log_weight;   // [R], added to the logits, or null
   int64_t rows;             // R
   int64_t listed_stride;
+  int64_t weight_dtype;     // of log_weight: float32 or float16
 
   int64_t owner_of(int64_t stream) const { return owner ? owner[stream] : stream; }
 };

@@ -13,6 +13,19 @@ namespace kvpress {
 constexpr float kLog2e = 1.44269504088896f;
 constexpr float kLn2 = 0.69314718055995f;
 
+// Call use(t, log-weight) for each of `count` rows; never where pairs have none.
+template <class RowNumbers, class Use>
+KVPRESS_INLINE void for_log_weights(const Attention& p, const RowNumbers& rows, int count, Use&& use) {
+  const auto each = [&](const auto* weights) KVPRESS_INLINE_LAMBDA {
+    for (int t = 0; t < count; ++t) use(t, to_float(weights[rows[t]]));
+  };
+  if (!p.log_weight) return;
+  if (p.weight_dtype == kFloat16)
+    each(static_cast<const f16*>(p.log_weight));
+  else
+    each(static_cast<const float*>(p.log_weight));
+}
+
 // p[m, t] = exp(logit - running maximum), computed in base two.
 class Softmax {
  public:
@@ -25,8 +38,7 @@ class Softmax {
   }
 
   void load_log_weights(const int64_t* rows, int count) {
-    if (p_.log_weight)
-      for (int t = 0; t < count; ++t) log_weights_[t] = p_.log_weight[rows[t]];
+    for_log_weights(p_, rows, count, [&](int t, float weight) { log_weights_[t] = weight; });
   }
 
   // Turn logits into weights; only the first `visible` of `count` rows get one. Return the factor by which everything

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpress.kernels import checks
+from kvpress.kernels.formats.fields import DTYPES, Field
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,20 @@ class Basis:
     def outer(self, channels: int) -> int:
         """Return the channels of a key or value whose stored row has `channels`."""
         return channels if self.rotation is None else self.rotation.shape[0]
+
+    def fields(self, channels: int) -> tuple[Field, ...]:
+        """Return the fields of ``Basis`` in cpu/basis.h, for rows of `channels` channels."""
+        scale, rotation, centre = (None if tensor is None else tensor.contiguous() for tensor in self.tensors()[:3])
+        dtypes = [0 if tensor is None else DTYPES[tensor.dtype] for tensor in (rotation, centre)]
+        return scale, rotation, centre, *self.digits(), *dtypes, self.outer(channels), channels, *self.turned(channels)
+
+    def digits(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the channel and the weight of each entry of a row where entries are digits, int16 and float32."""
+        return None, None
+
+    def turned(self, channels: int) -> tuple[int, int]:
+        """Return the number of channels that the rotation turns, and of rotations, for rows of `channels` channels."""
+        return channels, 1
 
     def enter(self, q: Tensor, stream: Tensor | None) -> Tensor:
         """Transform queries [N, M, D] so that their products with stored rows are those with the keys less the centre."""

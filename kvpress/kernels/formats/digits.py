@@ -40,6 +40,17 @@ class Digits(Basis):
         checks.shape(f"{name}.channel", self.channel, (heads, channels), torch.int16)
         checks.shape(f"{name}.weight", self.weight, (heads, channels), torch.float32)
 
+    def outer(self, channels: int) -> int:
+        del channels
+        return self.rotation.shape[1]
+
+    def digits(self) -> tuple[Tensor | None, Tensor | None]:
+        return self.channel.contiguous(), self.weight.contiguous()
+
+    def turned(self, channels: int) -> tuple[int, int]:
+        del channels
+        return self.rotation.shape[2], len(self.rotation)
+
     def enter(self, q: Tensor, stream: Tensor | None) -> Tensor:
         head, q = self._heads(q, stream), self._rotate(q.float(), stream, self.rotation)
         channel = self.channel[head][:, None].long()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpress.kernels import checks
+from kvpress.kernels.formats.fields import Field
 from kvpress.kernels.formats.rotary import STEP, Rotary
 
 
@@ -71,6 +72,10 @@ class Offset:
         self.rotary.check_stored(listed, streams)
 
 
+NO_PRODUCTS: tuple[Field, ...] = (None, None, None, 0)
+"""Fields of ``Added`` in cpu/problem.h for keys without an offset."""
+
+
 @dataclass(frozen=True)
 class Products:
     """Numbers that are added to the products of queries with rows, by the position of the row.
@@ -84,6 +89,10 @@ class Products:
     """Added to the positions of each stream's rows, int64 [N]."""
     positions: Tensor | None
     """Position of each row before the shift, int32 [R]; None for the row number."""
+
+    def fields(self) -> tuple[Field, ...]:
+        """Return the fields of ``Added`` in cpu/problem.h."""
+        return self.by_position.contiguous(), self.shift.contiguous(), self.positions, self.by_position.shape[2]
 
     def of(self, n: int, rows: Tensor) -> Tensor:
         """Return the products for rows [S] of stream n, float32 [M, S]."""

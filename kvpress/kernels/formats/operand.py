@@ -23,7 +23,7 @@ from kvpress.kernels import checks
 from kvpress.kernels.formats.basis import Basis
 from kvpress.kernels.formats.coded import Coded
 from kvpress.kernels.formats.dense import Dense
-from kvpress.kernels.formats.fields import Field, packed
+from kvpress.kernels.formats.fields import DTYPES, Field, packed
 from kvpress.kernels.formats.offset import Offset
 from kvpress.kernels.formats.packed import Packed
 from kvpress.kernels.formats.rotary import UNTURNED
@@ -61,10 +61,8 @@ class Rows(_Caching):
     """Vector added to keys, outside of their basis, rotated to the positions of rows."""
 
     def __post_init__(self) -> None:
-        weight = self.log_weight
-        if weight is not None and weight.dtype in _WEIGHTS:
-            # Kernels of a GPU convert in registers.
-            object.__setattr__(self, "log_weight", (weight if weight.is_cuda else weight.float()).contiguous())
+        if self.log_weight is not None and not self.log_weight.is_contiguous():
+            object.__setattr__(self, "log_weight", self.log_weight.contiguous())
 
     @property
     def count(self) -> int:
@@ -302,12 +300,41 @@ class Part(_Caching):
             starts = self.where.starts.contiguous()
         stream = None if self.where.stream is None else self.where.stream.contiguous()
         lengths, weight = self.where.lengths.contiguous(), self.rows.log_weight
-        return starts, listed, lengths, stream, weight, self.rows.count, width
+        dtype = 0 if weight is None else DTYPES[weight.dtype]
+        return starts, listed, lengths, stream, weight, self.rows.count, width, dtype
+
+    @cached_property
+    def has_basis(self) -> bool:
+        """Whether keys or values are stored in another basis."""
+        return self.rows.key_basis is not None or self.rows.value_basis is not None
+
+    @cached_property
+    def bases(self) -> tuple[Field, ...]:
+        """Fields of ``Bases`` in cpu/basis.h."""
+        rows = self.rows
+        sides = (rows.key_basis, rows.keys.channels), (rows.value_basis, rows.values.channels)
+        return tuple(field for basis, channels in sides for field in (basis or Basis()).fields(channels))
 
     @cached_property
     def structure(self) -> bytes:
         """C struct of `fields` and of those of the rows, packed."""
         return packed(self.fields) + self.rows.structure
+
+    @cached_property
+    def _structures(self) -> dict[int, bytes]:
+        """Results of `structure_of` by entry point, without products."""
+        return {}
+
+    def structure_of(self, entry: int, added: tuple[Field, ...]) -> bytes:
+        """Return the struct ``Parts::Part`` of cpu/parts.h and `structure`, for the entry point at an address.
+
+        `added` holds the fields of ``Added`` in cpu/problem.h.
+        """
+        if added[0] is not None:
+            return packed((entry, len(self.structure), *added, *self.bases)) + self.structure
+        if entry not in self._structures:
+            self._structures[entry] = packed((entry, len(self.structure), *added, *self.bases)) + self.structure
+        return self._structures[entry]
 
 
 def _check_index(stream: Tensor | None, q: Tensor) -> None:

@@ -47,6 +47,7 @@ def receive(
         keys.stride(0),
         DTYPES[q.dtype],
         DTYPES[keys.dtype],
+        0 if rows.log_weight is None else DTYPES[rows.log_weight.dtype],
         options.causal,
         lse is None,
         _STATISTICS[statistic],

@@ -38,7 +38,7 @@ from tests.kernels.builders import (
     rotary,
     streams,
 )
-from tests.kernels.compiler import LEVELS
+from tests.kernels.compiler import LEVELS, NATIVE
 
 BACKENDS = [None, *LEVELS]
 
@@ -106,10 +106,12 @@ FORMATS: dict[str, Callable[[Streams], Rows]] = {
 
 
 def attend(level: str | None, q: Tensor, rows: Rows, where: Any, options: Options) -> tuple[Tensor, Tensor]:
-    """Run one back end inside the operator: the reference without a level."""
+    """Run one back end inside the operator: the reference without a level; bases are applied here where it does not."""
+    if level in NATIVE:
+        return cpu.decode(q, rows, where, options, level)
     if rows.key_basis is not None:
         q = rows.key_basis.enter(q, None)
-    args = (q, rows, where, options)
+    args = (q, replace(rows, key_basis=None, value_basis=None), where, options)
     out, lse = reference.decode(*args) if level is None else cpu.decode(*args, level=level)
     return (out if rows.value_basis is None else rows.value_basis.leave(out, None)), lse
 
@@ -129,6 +131,18 @@ def test_pooled_rows_attend_as_repeated_rows(name: str, listed: bool, level: str
     limit = 1e-3 if "packed" in name and level else 1e-5
     assert relative_error(ours[0], expected[0]) < limit
     assert_same_lse(ours[1], expected[1], limit)
+
+
+@pytest.mark.parametrize("level", BACKENDS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_of_16_bits_are_read_as_they_are(name: str, level: str | None) -> None:
+    s = streams([1, 40, 130], 6, 64)
+    half = torch.randn(s.rows).half()
+    rows = FORMATS[name](s)
+    results = [attend(level, s.q, replace(rows, log_weight=w), s.where, Options(0.125)) for w in (half, half.float())]
+    assert all(map(torch.equal, *results))
+    without = attend(level, s.q, rows, s.where, Options(0.125))
+    assert relative_error(without[0], results[0][0]) > 0.01
 
 
 @pytest.mark.parametrize("level", BACKENDS)
