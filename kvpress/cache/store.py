@@ -172,7 +172,7 @@ class KVStore(Rollback):
         rows = group_queries(queries, self.heads)
         parts: list[Partial] = []
         operator_parts: list[kernels.Part] = []  # read by one call of an operator
-        options = kernels.Options(logits.scale, logits.softcap)
+        causal_tokens = 0
         mask = RealTokens(mask) if isinstance(mask, Tensor) else mask
         hides = self._hides_sealed(mask)
         fully_read = self.sealed
@@ -195,12 +195,16 @@ class KVStore(Rollback):
                 parts.append(self.window.attend(rows, logits, new, mask))
             else:
                 operator_parts.append(newest)
-                options = replace(options, causal=new if new > 1 else 0)
+                causal_tokens = new if new > 1 else 0
         if sinks is not None:
             extra = sinks.float().view(1, self.heads, -1, 1).expand(self.batch, -1, -1, length)
             extra = extra.reshape(rows.shape[0], rows.shape[1])
             parts.append((extra.new_zeros(*rows.shape[:2], self.window.values.shape[-1]), extra))
-        return kernels.decode_parts(rows, operator_parts, options, parts) if operator_parts else merge(parts)
+        if not operator_parts:
+            return merge(parts)
+        return kernels.decode_parts(
+            rows, operator_parts, kernels.Options(logits.scale, logits.softcap, causal_tokens), parts
+        )
 
     def _hides_sealed(self, mask: RealTokens | None) -> bool:
         """Whether the mask hides tokens that were real when they were sealed."""
@@ -314,6 +318,10 @@ class KVStore(Rollback):
         self.segments, self.dense = parts[: len(self.segments)], parts[-1] if self._dense is not None else None
         self.index, self.window.cursor = {}, None  # a recorded step must not read the old tensors
 
+    def is_due(self, codec: Codec) -> bool:
+        """Whether `settle` with `wait` looks for full tiles now."""
+        return self.settled_at is None or (self.seen - self.settled_at) % codec.interval(self.device) == 0
+
     def settle(self, codec: Codec, sealing: Sealing, wait: bool = False, turn: bool = False) -> None:
         """Encode full tiles of the oldest dense pairs; the newest `codec.residual` and first `codec.sinks` stay dense.
 
@@ -321,7 +329,7 @@ class KVStore(Rollback):
         every token; then all rows are checked. `turn` marks the end of a prompt or turn with an eviction: a `whole` codec then
         also encodes partial tiles. The pairs of a row that are encoded, and when, depend on that row alone.
         """
-        if wait and self.settled_at is not None and (self.seen - self.settled_at) % codec.interval(self.device):
+        if wait and not self.is_due(codec):
             return
         if not wait or self.settled_at is None:
             self.settled.append(self.seen)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -82,13 +81,14 @@ def _with_embeddings(module: nn.Module, hidden: Tensor, keys: Tensor | None, kwa
     return {**kwargs, "position_embeddings": embedding(hidden, positions)}
 
 
-def _angles(call: LayerCall) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+def _angles(call: LayerCall) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Return the rotary angles of the layer, from the embedding of its module or from `position_embeddings`."""
     embedding = find_rotary(call.layer.module, call.layer.module)
     if embedding is not None:
-        return partial(embedding, call.store.window.keys)
+        return embedding
 
-    def angles_at(positions: Tensor) -> tuple[Tensor, Tensor]:
+    def angles_at(like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        del like
         embeddings = call.kwargs.get("position_embeddings")
         indices = positions - call.tokens.seen_before
         if embeddings is None or bool((indices < 0).any()) or bool((indices >= embeddings[0].shape[1]).any()):

@@ -40,6 +40,11 @@ class Executor:
         self.hooks = {phase: self._hooks(phase) for phase in ("prefill", "decode")}
         self.steps = {phase: self._acting(phase) for phase in ("prefill", "decode")}
         self.waiting = {phase: self._first_to_wait(phase) for phase in ("prefill", "decode")}
+        self.chunk = recipe.chunk if evicts else None
+        """Most tokens of a prompt that may be read in one pass; None without a limit."""
+        self._follows = {
+            phase: bool(self.hooks[phase]) or self.waiting[phase] < len(self.steps[phase]) for phase in self.steps
+        }
         self.watched = {
             "prefill": recipe.watched("prefill" if evicts else "decode"),
             "decode": recipe.watched("decode"),
@@ -75,7 +80,7 @@ class Executor:
 
     def follows(self, phase: Phase) -> bool:
         """Whether anything runs at the end of a pass of a phase."""
-        return bool(self.hooks[phase]) or self.waiting[phase] < len(self.steps[phase])
+        return self._follows[phase]
 
     def after_layer(self, call: LayerCall) -> None:
         """Evict from a layer whose tokens of the pass are stored."""
@@ -88,11 +93,6 @@ class Executor:
             store.count_generated(1)
         for index in range(self.waiting[call.phase]):
             self._evict([call], index)
-
-    @property
-    def chunk(self) -> int | None:
-        """Most tokens of a prompt that may be read in one pass; None without a limit."""
-        return self.recipe.chunk if self.evicts else None
 
     def after_chunk(self, call: LayerCall) -> None:
         """Evict from a layer in the middle of a prompt, if the number of unread tokens is a multiple of `chunk`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -306,18 +307,18 @@ class Recipe:
                 "and values, such as snapkv, tova, expected_attention or knorm"
             )
 
-    @property
+    @cached_property
     def spans(self) -> tuple[SpanRule, ...]:
         """All span rules of the recipe."""
         evicted = (step.among for step in self.evictions if step.among is not None)
         return (*self.protected, *evicted, *(() if self.dropping is None else (self.dropping.rule,)))
 
-    @property
+    @cached_property
     def reads_tokens(self) -> bool:
         """Whether any span rule reads token ids."""
         return any(rule.reads_tokens for rule in self.spans)
 
-    @property
+    @cached_property
     def is_identity(self) -> bool:
         """Whether nothing is changed."""
         extras = (self.codec, self.selector, self.pattern, self.dropping)
@@ -334,13 +335,13 @@ class Recipe:
         tracked = self.reads_tokens or any(step.among is not None for step in self.evictions)
         return tuple(dict.fromkeys([*wants, *self.observers, *((SPANS,) if tracked else ())]))
 
-    @property
+    @cached_property
     def held_observers(self) -> tuple[Wanted, ...]:
         """Observers that stay after a prompt: those of generated tokens, and those that last."""
         lasting = [request for request in self.watched("prefill") if request.lasts]
         return tuple(dict.fromkeys([*self.watched("decode"), *lasting]))
 
-    @property
+    @cached_property
     def chunk(self) -> int | None:
         """Most tokens of a prompt read before an eviction; None for the whole prompt."""
         chunks = [step.schedule.chunk for step in self.acting("prefill") if step.schedule.chunk is not None]

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -133,7 +132,7 @@ class DiffusionReader:
             depths=len(self.facts.layers),
             rotates=facts.rotates,
             apply_rotary=facts.rotate,
-            rotary_angles=None if facts.angles is None else partial(facts.angles, attention.keys),
+            rotary_angles=facts.angles,
         )
         call = LayerCall(
             layer,

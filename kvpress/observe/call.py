@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -20,6 +19,8 @@ from kvpress.cache.store import KVStore
 Phase = Literal["prefill", "decode"]
 Cells = Callable[[int], Tensor]
 """Maps the number of tokens before a pass to picture, frame, row and column of each new token, `[B, Q, 4]`."""
+
+_NO_QUERIES, _UNSCALED = torch.empty(0), Logits(1.0)
 
 
 @dataclass
@@ -56,7 +57,7 @@ class NewTokens:
 
 @dataclass
 class AttentionLayer:
-    """Attention layer of a call."""
+    """Attention layer of calls; a session builds it once."""
 
     module: nn.Module
     """Attention module."""
@@ -68,12 +69,14 @@ class AttentionLayer:
     """Index among the layers whose pairs this library stores."""
     depths: int = 1
     """Number of layers whose pairs this library stores."""
+    cache_index: int = 0
+    """Index of the cache layer that the module writes."""
     rotates: bool = True
     """Whether the layer applies a rotary embedding to queries and keys."""
     apply_rotary: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     """Rotary function of the model, of `(vectors, cos, sin)`; None where it has none."""
-    rotary_angles: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
-    """Maps positions `[B, n]` to `(cos, sin)`, each `[B, n, d]`; None where the layer has no rotary embedding."""
+    rotary_angles: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    """Maps `(like, positions [B, n])` to `(cos, sin)`, each `[B, n, d]`, with dtype and device of `like`; None without RoPE."""
     expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
     """Expands cached latents to keys and values; None where the module caches keys and values."""
     reads_itself: bool = False
@@ -96,9 +99,9 @@ class LayerCall:
     """Input of the module, `[B, Q, hidden]`."""
     phase: Phase = "prefill"
     """Whether the tokens belong to a prompt or turn, or are generated."""
-    queries: Tensor = field(default_factory=lambda: torch.empty(0))
+    queries: Tensor = _NO_QUERIES
     """Queries `[B, Hq, Q, D]` that the attention function received, rotated."""
-    logits: Logits = field(default_factory=lambda: Logits(1.0))
+    logits: Logits = _UNSCALED
     """Scale and soft cap of the logits."""
     sinks: Tensor | None = None
     """Learned extra logits of the softmax, one for each query head."""
@@ -150,17 +153,13 @@ class LayerCall:
             and (self.tokens.prompt_end - self.tokens.seen_before) % self.tokens.chunk == 0
         )
 
-    def without_tensors(self, angles: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None) -> LayerCall:
-        """Return a call without the tensors of its pass, which over all layers would be larger than the cache.
-
-        `angles` maps `(like, positions)` to `(cos, sin)`; None where the layer has no rotary embedding.
-        """
+    def without_tensors(self) -> LayerCall:
+        """Return a call without the tensors of its pass, which over all layers would be larger than the cache."""
         empty, positions = self.queries.new_zeros(1, 1, 1), self.kwargs.get("position_ids")
         axes = self.tokens.axes
         return replace(
             self,
             tokens=replace(self.tokens, ids=None, axes=None if axes is None else axes[..., -1:].clone()),
-            layer=replace(self.layer, rotary_angles=None if angles is None else partial(angles, empty)),
             kwargs={} if positions is None else {"position_ids": positions[..., -1:].clone()},
             hidden_states=empty[:, :0],
             queries=self.queries.new_empty(*self.queries.shape[:2], 0, self.queries.shape[3]),
@@ -270,7 +269,8 @@ class LayerCall:
         """Return `(cos, sin)`, each `[B, n, d]`, of this layer's rotary embedding at `positions [B, n]`."""
         if self.layer.rotary_angles is None:
             raise NotImplementedError(f"no rotary embedding belongs to {type(self.layer.module).__name__}")
-        return self.layer.rotary_angles(positions)
+        like = self.queries if self.hidden_states is None else self.hidden_states
+        return self.layer.rotary_angles(like, positions)
 
     def softmax(self, scores: Tensor) -> Tensor:
         """Compute the softmax over the last axis of `scores [N, G, n, T]`, with the layer's learned attention sinks if any."""

@@ -38,6 +38,7 @@ class PressLayer(CacheLayerMixin):
 
     is_sliding = False
     is_croppable = True
+    _cache: weakref.ref[Cache] | None = None
 
     def __init__(self, cache: Cache | None = None) -> None:
         self.belong_to(cache)
@@ -60,7 +61,10 @@ class PressLayer(CacheLayerMixin):
 
     def belong_to(self, cache: Cache | None) -> None:
         """Set the cache that this layer belongs to."""
-        self._cache = None if cache is None else weakref.ref(cache)
+        if cache is None:
+            self._cache = None
+        elif self._cache is None or self._cache() is not cache:
+            self._cache = weakref.ref(cache)
 
     @property
     def stores(self) -> list[KVStore]:

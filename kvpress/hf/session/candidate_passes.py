@@ -105,7 +105,7 @@ def _candidates_at_once(session: BaseSession, cache: Cache) -> int | None:
     """Return the draft tokens that can be read before a layer evicts or seals; None for any number."""
     steps = []
     for plan in session.layers.values():
-        layer = cache.layers[plan.cache_index] if plan.cache_index < len(cache.layers) else None
+        layer = cache.layers[plan.layer.cache_index] if plan.layer.cache_index < len(cache.layers) else None
         if isinstance(layer, PressLayer) and layer.store is not None:
             steps.append(session.executor.tokens_until_it_acts(layer.store, plan.codec))
     return min((step for step in steps if step is not None), default=None)

@@ -10,21 +10,22 @@ from torch import nn
 
 from kvpress.core.recipe import Recipe
 from kvpress.core.selector import Selector
-from kvpress.hf.models import cache_place
 
 if TYPE_CHECKING:
     from kvpress.cache.store import Reader
     from kvpress.core.model import LayerFacts
-    from kvpress.observe.call import LayerCall
+    from kvpress.observe.call import AttentionLayer, LayerCall
 
 
 class LayerPlan:
     """Parts of a press that act on one attention layer, resolved once per session."""
 
-    def __init__(self, recipe: Recipe, facts: LayerFacts, depth: int, selector: Selector | None) -> None:
+    def __init__(self, recipe: Recipe, facts: LayerFacts, layer: AttentionLayer, selector: Selector | None) -> None:
         self.facts = facts
-        self.depth = depth
-        """Number of earlier layers whose caches grow."""
+        self.layer = layer
+        """Attention layer, as the calls of all passes refer to it."""
+        self.rotates: bool | None = None if layer.rotates and not recipe.is_identity else layer.rotates
+        """Whether the layer applies a rotary embedding; None before the first call."""
         self.codec = recipe.codec_at(facts.index)
         self.selector = selector
         self.pattern = None if recipe.pattern is None else recipe.pattern(facts.index)
@@ -36,14 +37,7 @@ class LayerPlan:
     @property
     def module(self) -> nn.Module:
         """Attention module of the layer."""
-        module = self.facts.module
-        assert module is not None  # noqa: S101 - layers of a session are those of a model
-        return module
-
-    @property
-    def cache_index(self) -> int:
-        """Index of the cache layer that the attention module writes."""
-        return cache_place(self.module)
+        return self.layer.module
 
     def reader(self, call: LayerCall) -> Reader | None:
         """Return the selector's reader of sealed pairs for a decode step; None reads all pairs."""

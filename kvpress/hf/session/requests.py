@@ -22,10 +22,9 @@ from kvpress.cache.guard import lock_of
 from kvpress.cache.storage import moved
 from kvpress.cache.window import RealTokens
 from kvpress.hf.cache.layer import PressLayer
-from kvpress.hf.models import cache_place
 from kvpress.hf.session.base import BaseSession
 from kvpress.hf.session.checks import wants_weights
-from kvpress.observe.call import Cells, LayerCall
+from kvpress.observe.call import Cells, LayerCall, NewTokens
 from kvpress.observe.passes import Watch
 
 reading: dict[int, Forward] = {}
@@ -93,6 +92,8 @@ class Forward:
     """Cache of the pass, once its first layer is read."""
     call: LayerCall | None = None
     """Call of the attention module under way."""
+    tokens: NewTokens | None = None
+    """New tokens as the last layer saw them, if later layers share them."""
     passed: list[LayerCall] = field(default_factory=list)
     """Calls of earlier modules that the end of the pass needs."""
     lent: list[LayerCall] = field(default_factory=list)
@@ -148,6 +149,12 @@ class Forward:
                 positions[1:] if len(positions) == 4 else positions
             )  # the first of four counts tokens, for masks
 
+    def new_tokens(self, seen_before: int, candidates: bool) -> NewTokens | None:
+        """Return the new tokens of the last layer if those of a layer that has seen `seen_before` tokens are the same."""
+        tokens = self.tokens
+        same = tokens is not None and tokens.seen_before == seen_before and tokens.candidates == candidates
+        return tokens if same else None
+
     def prompt_end(self, cache: Cache) -> int:
         """Return the tokens that a cache will have seen after a prompt in chunks; 0 for other prompts."""
         return self.request.prompt_end if self.request is not None and self.request.is_of(cache) else 0
@@ -190,7 +197,7 @@ class Forward:
         """Detach the call from this pass and its cache layer, so that neither keeps the other alive."""
         call, self.call = self.call, None
         if call is not None:
-            layer = call.cache.layers[cache_place(call.layer.module)]
+            layer = call.cache.layers[call.layer.cache_index]
             layer.call, layer.static, layer.padded = None, False, call.tokens.mask is not None
         return call
 

@@ -21,6 +21,7 @@ from kvpress.cache.store import KVStore
 from kvpress.core.checks import check_finite
 from kvpress.core.effect import warn_if_idle
 from kvpress.core.executor import Executor
+from kvpress.core.model import LayerFacts
 from kvpress.core.press import BasePress, parts_of, remember
 from kvpress.core.recipe import Recipe
 from kvpress.core.spec import get_press
@@ -151,14 +152,30 @@ class Session(BaseSession):
         selectors = {layer: self.recipe.selector_at(layer) for layer in self.growing}
         self.layers = {}
         for layer_facts in facts.layers:
-            depth = sum(layer < layer_facts.index for layer in self.growing)
-            self.layers[id(layer_facts.module)] = LayerPlan(
-                self.recipe, layer_facts, depth, selectors.get(layer_facts.index)
-            )
+            attention_layer = self._attention_layer(layer_facts)
+            selector = selectors.get(layer_facts.index)
+            self.layers[id(attention_layer.module)] = LayerPlan(self.recipe, layer_facts, attention_layer, selector)
         for layer, later in itertools.pairwise(self.growing):
             later_selector = selectors[later]
             if later_selector is not None and later_selector.looks_ahead:
                 self.layers[id(self.modules[layer])].following = self.layers[id(self.modules[later])]
+
+    def _attention_layer(self, facts: LayerFacts) -> AttentionLayer:
+        module = facts.module
+        assert module is not None  # noqa: S101 - layers of a session are those of a model
+        return AttentionLayer(
+            module=module,
+            index=facts.index,
+            count=len(self.modules),
+            depth=sum(layer < facts.index for layer in self.growing),
+            depths=len(self.growing),
+            cache_index=cache_place(module),
+            rotates=not self.reads_itself,
+            apply_rotary=facts.rotate,
+            rotary_angles=facts.angles,
+            expand=self_caching.expanded(module),
+            reads_itself=self.reads_itself,
+        )
 
     @property
     def replaces_forward(self) -> bool:
@@ -234,49 +251,55 @@ class Session(BaseSession):
 
     def before(self, forward: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Adopt the cache layer of an attention module, and set up the `LayerCall` of its forward pass."""
-        plan, cache = self.layers.get(id(module)), cache_among((*kwargs.values(), *args))
+        plan = self.layers.get(id(module))
         if plan is None:
             return  # the module belongs to another model
+        cache = cache_among((*kwargs.values(), *args))
         forward.release()
         if cache is None:
             return
         if forward.cache is None:
             forward.begin(cache)
-        cache_index = cache_place(module)
-        if cache_index not in self.full:
+        index = plan.layer.cache_index
+        if index not in self.full:
             return
-        layer = adopt_layer(cache, cache_index)
+        layer = adopt_layer(cache, index)
         if layer is None:
             if not self.recipe.is_identity:
-                check_adopted(cache.layers[cache_index], cache_index)
+                check_adopted(cache.layers[index], index)
             return
         hidden = kwargs.get("hidden_states", args[0] if args else None)
         length = hidden.shape[1] if hidden is not None else 1
         if forward.request is not None and forward.request.takes_back and forward.request.is_of(cache):
             layer.record_past = True
         layer.static = forward.static is not None
-        layer.columns, layer.latent = self.reads_itself, self_caching.caches_latents(module)
+        layer.columns, layer.latent = self.reads_itself, plan.layer.expand is not None
         seen_before = layer.get_seq_length() - (length if layer.static else 0)
-        prompt_end = forward.prompt_end(cache)
-        attention_layer = AttentionLayer(
-            module=module,
-            index=plan.facts.index,
-            count=len(self.modules),
-            depth=plan.depth,
-            depths=len(self.growing),
-            rotates=not self.reads_itself,
-            apply_rotary=plan.facts.rotate,
-            rotary_angles=None if plan.facts.angles is None or hidden is None else partial(plan.facts.angles, hidden),
-            expand=self_caching.expanded(module),
-            reads_itself=self.reads_itself,
+        candidates = layer.record_past and seen_before > 0
+        call = LayerCall(
+            plan.layer,
+            forward.new_tokens(seen_before, candidates) or self._new_tokens(forward, cache, seen_before, candidates),
+            store=layer.store,  # type: ignore[arg-type]
+            kwargs={**kwargs, "past_key_values": cache},
+            hidden_states=hidden,  # type: ignore[arg-type]
         )
+        if plan.rotates is None:
+            plan.rotates = plan.layer.rotates = rotates(module, call)
+        call.count(length)
+        layer.call = forward.call = call
+        if plan.following is not None and call.phase == "decode" and length == 1 and forward.watch is None:
+            _prefetch(plan.following, call)
+
+    def _new_tokens(self, forward: Forward, cache: Cache, seen_before: int, candidates: bool) -> NewTokens:
+        """Return the new tokens of a pass, which later layers of the pass share where nothing drops tokens."""
+        prompt_end = forward.prompt_end(cache)
         tokens = NewTokens(
             seen_before=seen_before,
             mask=forward.mask,
             prompt_start=forward.request.prompt_start if prompt_end and forward.request is not None else seen_before,
             prompt_end=prompt_end,
             chunk=self.executor.chunk,
-            candidates=layer.record_past and seen_before > 0,
+            candidates=candidates,
             copies=forward.copies(cache),
             ids=forward.ids,
             axes=forward.axes,
@@ -284,19 +307,9 @@ class Session(BaseSession):
             tracker=partial(self.tracker, cache) if self.recipe.reads_tokens else None,
             shared=cache.__dict__.setdefault("_kvpress_shared", {}),
         )
-        call = LayerCall(
-            attention_layer,
-            tokens,
-            store=layer.store,  # type: ignore[arg-type]
-            kwargs={**kwargs, "past_key_values": cache},
-            hidden_states=hidden,  # type: ignore[arg-type]
-        )
-        if call.layer.rotates and not self.recipe.is_identity:
-            call.layer.rotates = rotates(module, call)
-        call.count(length)
-        layer.call = forward.call = call
-        if call.phase == "decode" and length == 1 and forward.watch is None:
-            _prefetch(plan, call)
+        if self.recipe.dropping is None and forward.static is None:
+            forward.tokens = tokens
+        return tokens
 
     def tracker(self, cache: Cache) -> SpanTracker:
         """Return the span tracker of a cache, which is an observer of its first growing layer."""
@@ -305,9 +318,10 @@ class Session(BaseSession):
 
     def observe(self, call: LayerCall) -> None:
         """Run the observers that a later step of the press needs."""
-        if any(not observation.by_token for observation in self.executor.watched[call.phase]):
+        watched = self.executor.watched[call.phase]
+        if any(not observation.by_token for observation in watched):
             call.keep_store(call.tokens.seen_before)
-        for observation in self.executor.watched[call.phase]:
+        for observation in watched:
             if observation not in call.store.observers:
                 call.store.observers[observation] = observation.make()
             call.store.observers[observation].observe(call)
@@ -334,8 +348,10 @@ class Session(BaseSession):
             forward.static.calls.append(call)
         elif forward.watch is not None:
             forward.watch(call)
-        elif cache_place(module) in self.lends and call.store is not None:
+        elif call.layer.cache_index in self.lends and call.store is not None:
             forward.lent.append(call)  # later layers of this pass still read its pairs
+        elif self.recipe.dropping is None:
+            self._finish_layer(forward, call)
         else:
             token_dropping.after_layer(self, forward, call)
             self._finish_layer(forward, call)
@@ -345,8 +361,9 @@ class Session(BaseSession):
     def _finish_layer(self, forward: Forward, call: LayerCall) -> None:
         """Evict and encode in a layer that no later module of this pass reads."""
         self.follow(call)
-        if self.follows:
-            forward.passed.append(self._kept_of(call))
+        # Where only prompts are evicted from at the end of a pass, one call suffices to record the ids of other passes.
+        if self.follows and (call.layer.depth == 0 or self.executor.follows(call.phase)):
+            forward.passed.append(call.without_tensors())
 
     def follow(self, call: LayerCall) -> None:
         """Evict and encode after the attention of a layer."""
@@ -369,21 +386,20 @@ class Session(BaseSession):
             if call.phase == "prefill":
                 check_finite(store.window.filled_keys, store.window.filled_values, call.layer.index)
             read = call.phase == "prefill"
-            store.settle(plan.codec, call.sealing, wait=not read, turn=read and self.evict)
+            if read or store.is_due(plan.codec):
+                store.settle(plan.codec, call.sealing, wait=not read, turn=read and self.evict)
             if call.is_first_prompt:
                 store.fix()
         if call.tokens.copies > 1 and call.is_first_prompt:
             store.hold_in_common(call.tokens.copies, call.tokens.mask)
-        self.prepare_reading(call.layer.module, store)
+        if plan.selector is not None:
+            plan.selector.prepare(store)
 
     def prepare_reading(self, module: nn.Module, store: KVStore) -> None:
         """Build the selector's index of the pairs that a layer stores."""
         selector = self.layers[id(module)].selector
         if selector is not None:
             selector.prepare(store)
-
-    def _kept_of(self, call: LayerCall) -> LayerCall:
-        return call.without_tensors(self.layers[id(call.layer.module)].facts.angles)
 
     def _pass_over(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for call in forward.lent:
@@ -447,12 +463,9 @@ def reading(model: Any, press: BasePress | str | None = None, capture: bool = Fa
         yield current
 
 
-def _prefetch(plan: LayerPlan, call: LayerCall) -> None:
-    """Prefetch pairs for the selector of the next layer, with queries computed from the input of this one."""
-    following = plan.following
-    if following is None or following.selector is None:
-        return
-    layer = call.cache.layers[following.cache_index]
-    if isinstance(layer, PressLayer) and layer.store is not None:
+def _prefetch(following: LayerPlan, call: LayerCall) -> None:
+    """Prefetch pairs for the selector of the following layer, with queries computed from the input of this one."""
+    layer = call.cache.layers[following.layer.cache_index]
+    if following.selector is not None and isinstance(layer, PressLayer) and layer.store is not None:
         queries = asked(following.module, call.hidden_states, call.kwargs).queries
         following.selector.prefetch(layer.store, group_queries(queries, layer.store.heads))

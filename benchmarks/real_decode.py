@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time per generated token of a pretrained model behind a real text, under each press and without.
+
+    python -m benchmarks.real_decode [--model smollm2] [--dtype float32] [--contexts 1024,4096] [--rounds 7] [--threads 2]
+                                     [--press SPEC ...] [--out benchmarks/results/real_decode.json]
+
+The text is the source of Python's own modules. Every contender reads it once. In each round, all contenders in turn decode
+`STEPS` tokens greedily behind a copy of their caches; the time of a round is that of the tokens after the first two. A ratio is
+the median over rounds of a contender's time over that of plain transformers in the same round, so that a slow minute of a
+shared machine does not enter. Rows `transformers` and `transformers static` are the model without a press, on a `DynamicCache`
+and a `StaticCache`. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import shlex
+import statistics
+import sys
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from kvpress_eval.tasks.texts import read_text
+from torch import Tensor
+from transformers import DynamicCache, StaticCache
+
+import kvpress
+from benchmarks.machine import cpu_model
+from kvpress.hf.models import with_cache
+from kvpress.kernels.cpu import launch
+
+STEPS, WARM = 16, 2
+PRESSES = (
+    "none",
+    "kivi:bits=4",
+    "snapkv:0.5",
+    "adakv(snapkv:0.5)",
+    "frontier:smaller=10",
+    "quest:budget=256,page_size=4",
+)
+PLAIN = "transformers"
+
+
+@dataclass
+class Contender:
+    """A filled cache, and the block in which it is read."""
+
+    cache: Any
+    press: Any = None
+
+    def block(self, model: Any) -> AbstractContextManager[Any]:
+        return nullcontext() if self.press is None else kvpress.reading(model, self.press)
+
+
+@torch.no_grad()
+def decode(model: Any, contender: Contender, token: Tensor, start: int) -> float:
+    """Return milliseconds per token, behind a copy of the contender's cache."""
+    cache = copy.deepcopy(contender.cache)
+    with contender.block(model):
+        for step in range(STEPS):
+            if step == WARM:
+                begin = time.perf_counter()
+            position = torch.tensor([[start + step]])
+            logits = model(token, position_ids=position, use_cache=True, **with_cache(cache)).logits
+            token = logits[:, -1:].argmax(-1)
+    return (time.perf_counter() - begin) * 1e3 / (STEPS - WARM)
+
+
+@torch.no_grad()
+def fill(model: Any, ids: Tensor, specs: list[str]) -> tuple[dict[str, Contender], dict[str, float]]:
+    """Return the contenders after the text `ids [1, T]`, and the seconds that each took to read it."""
+    contenders: dict[str, Contender] = {}
+    seconds: dict[str, float] = {}
+    caches = {PLAIN: DynamicCache(config=model.config)}
+    caches["transformers static"] = StaticCache(config=model.config, max_cache_len=ids.shape[1] + STEPS)
+    for name, cache in caches.items():
+        begin = time.perf_counter()
+        model(ids, use_cache=True, logits_to_keep=1, **with_cache(cache))
+        seconds[name], contenders[name] = time.perf_counter() - begin, Contender(cache)
+    for spec in specs:
+        press, cache = kvpress.get_press(spec), DynamicCache(config=model.config)
+        begin = time.perf_counter()
+        with press(model):
+            model(ids, use_cache=True, logits_to_keep=1, **with_cache(cache))
+        seconds[spec], contenders[spec] = time.perf_counter() - begin, Contender(cache, press)
+    return contenders, seconds
+
+
+def held(contender: Contender) -> int:
+    """Return the bytes of a cache."""
+    if contender.press is not None:
+        return int(kvpress.memory_report(contender.cache).total_bytes)
+    pairs = [(layer.keys, layer.values) for layer in contender.cache.layers]
+    return sum(part.numel() * part.element_size() for pair in pairs for part in pair)
+
+
+def measure(model: Any, ids: Tensor, specs: list[str], rounds: int) -> list[dict[str, Any]]:
+    """Return a row for each contender behind one context."""
+    contenders, seconds = fill(model, ids[:, :-1], specs)
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(rounds + 1):  # the first round is not counted
+        for name, contender in contenders.items():
+            spent = decode(model, contender, ids[:, -1:], ids.shape[1] - 1)
+            if turn:
+                times[name].append(spent)
+    rows = []
+    for name, contender in contenders.items():
+        ratios = sorted(ours / plain for ours, plain in zip(times[name], times[PLAIN], strict=True))
+        row = {
+            "name": name,
+            "tokens": ids.shape[1],
+            "ms": round(statistics.median(times[name]), 2),
+            "over_plain": round(statistics.median(ratios), 3),
+            "over_plain_range": [round(ratios[0], 3), round(ratios[-1], 3)],
+            "mib": round(held(contender) / 2**20, 2),
+            "prefill_s": round(seconds[name], 2),
+        }
+        rows.append(row)
+        print(
+            f"{row['tokens']:6d} {name:32s} {row['ms']:8.2f} ms  x{row['over_plain']:.3f}  {row['mib']:8.2f} MiB",
+            flush=True,
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--contexts", default="1024,4096")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--press", action="append")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    model, tokenizer = kvpress.load_model(options.model, dtype=getattr(torch, options.dtype))
+    contexts = [int(tokens) for tokens in options.contexts.split(",")]
+    text = "\n".join(read_text("stdlib").spread(4000))[: 8 * max(contexts)]
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    specs = options.press or list(PRESSES)
+    rows = [row for tokens in contexts for row in measure(model.eval(), ids[:, :tokens], specs, options.rounds)]
+    record = {
+        "date": date.today().isoformat(),
+        "machine": cpu_model(),
+        "level": launch.level(),
+        "command": shlex.join(["python", "-m", "benchmarks.real_decode", *sys.argv[1:]]),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "model": options.model,
+        "dtype": options.dtype,
+        "threads": options.threads,
+        "rounds": options.rounds,
+        "rows": rows,
+    }
+    if options.out:
+        options.out.write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps(record))
+
+
+if __name__ == "__main__":
+    main()
