@@ -39,6 +39,7 @@ EXAMPLES = {
     "recall": "kvpress recall --model reference --press kivi:bits=2 --press snapkv:0.5 --contexts 20 --out recall.json",
     "report": "kvpress report runs/first --out report.html",
     "show": "kvpress show --model reference --press snapkv:0.5 --text text.txt --out show.html",
+    "serve": "kvpress serve --model reference --press kivi:bits=4 --press none --memory 4GB --port 8000",
     "reselect": "kvpress reselect --model reference --context 1024 --samples 8",
     "lm-eval": "kvpress lm-eval --model reference --tasks gsm8k --press none --press snapkv:0.5",
     "demo": "kvpress demo --out runs/demo",

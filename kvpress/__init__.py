@@ -44,6 +44,7 @@ _EXPORTS = {
     "kvpress.core.registry": ["register"],
     "kvpress.core.spec": ["get_press", "list_presses", "press_from_dict", "press_to_dict", "to_spec"],
     "kvpress.diffusion.generate": ["Diffusion", "diffuse"],
+    "kvpress.hf.cache.batching": ["join"],
     "kvpress.hf.cache.branches": ["branch"],
     "kvpress.hf.cache.files": ["CacheInfo", "cache_info", "load", "save"],
     "kvpress.hf.cache.handover": ["receive", "send"],
@@ -119,6 +120,7 @@ if TYPE_CHECKING:  # `as` exports a name to type checkers; at run time names loa
     from kvpress.core.spec import to_spec as to_spec
     from kvpress.diffusion.generate import Diffusion as Diffusion
     from kvpress.diffusion.generate import diffuse as diffuse
+    from kvpress.hf.cache.batching import join as join
     from kvpress.hf.cache.branches import branch as branch
     from kvpress.hf.cache.files import CacheInfo as CacheInfo
     from kvpress.hf.cache.files import cache_info as cache_info

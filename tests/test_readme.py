@@ -47,7 +47,7 @@ def test_examples(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     "page",
     [
         "conversations.md", "diffusion.md", "eviction.md", "files.md", "frontier.md", "parallel.md", "prefill.md",
-        "quantisation.md", "rollback.md", "selection.md", "speculation.md", "vision.md", "which.md",
+        "quantisation.md", "rollback.md", "selection.md", "serving.md", "speculation.md", "vision.md", "which.md",
         *(f"extend/{name}.md" for name in ("scorer", "observer", "budget", "codec", "selector", "pattern")),
     ],
 )  # fmt: skip

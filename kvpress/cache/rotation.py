@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Protocol, TypeAlias
 
 import torch
@@ -205,6 +205,9 @@ class KeyRotation(Held):
     """Tables of angles."""
     pads: Annotated[Tensor | None, per_stream("indexes")] = None
     """Left padding of each stream, int64 [N]; None for zeros."""
+
+    def _move(self, moves: Tensor) -> KeyRotation:
+        return replace(self, pads=moves if self.pads is None else self.pads + moves)
 
     def rotary(self, shift: Tensor, positions: Tensor | None) -> Rotary:
         """Return the angles of all pairs of a segment as operand of operators."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvpress.cache.storage import moved, tensors_in
 
-COUNTERS = ("since_eviction", "counted", "fixed_at", "targets", "sealed_tokens", "settled", "index")
+COUNTERS = ("since_eviction", "counted", "fixed_at", "targets", "sealed_tokens", "settled", "settle_lags", "index")
 
 
 class Savepoint:
@@ -28,7 +28,8 @@ class Savepoint:
         self.unit = unit
         self.held: dict[str, Any] = {name: copy.copy(getattr(store, name)) for name in COUNTERS}
         # Copies of segments share their tensors, but not the dict of per-pair arrays.
-        self.held |= {name: copy.deepcopy(vars(store)[name]) for name in ("segments", "dense", "codec_state")}
+        self.held |= {name: copy.deepcopy(getattr(store, name)) for name in ("segments", "codec_state")}
+        self.held["dense"] = copy.deepcopy(store._dense)
         self.held["observers"] = {request: apart(observer) for request, observer in store.observers.items()}
         self.window = store.window
         self.length: int = store.window.length

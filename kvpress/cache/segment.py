@@ -155,6 +155,24 @@ class Segment(Held, Attended, ABC):
         selected.layout, selected._held_slots, selected.first = choice.layout, None, (0,) * choice.layout.streams
         return selected
 
+    def moved_by(self: SegmentT, moves: Sequence[int]) -> SegmentT:
+        """Return a segment of the same pairs with `moves[n]` added to the slots of stream n; slots below 0 stay.
+
+        Positions, which are slots less the left padding, do not change.
+        """
+        if not any(moves):
+            return self
+        layout, by_stream = self.layout, torch.tensor(moves, dtype=torch.int64)
+        placed = self._move(by_stream.to(self.device))
+        if self.contiguous:
+            placed.first = tuple(
+                first + move if length else 0
+                for first, move, length in zip(self.first, moves, layout.lengths, strict=True)
+            )
+        else:
+            placed._set_slots(moved_slots(self.slots(), layout, by_stream))
+        return placed
+
     def own(self) -> Segment:
         """Return a segment of the same pairs in which streams share none."""
         return self
@@ -336,6 +354,12 @@ class DenseSegment(Segment):
 
     def operand(self) -> kernels.Rows | None:
         return kernels.Rows(kernels.Dense(self.keys), kernels.Dense(self.values), log_weight=self.log_weight)
+
+
+def moved_slots(slots: Tensor, layout: Layout, moves: Tensor) -> Tensor:
+    """Return slots, int32 [total], plus the entry of their stream in `moves [N]`; slots below 0, without a token, stay."""
+    by_pair = moves.to(slots.device).repeat_interleave(layout.on(slots.device)[1], output_size=layout.total)
+    return torch.where(slots >= 0, slots + by_pair, slots).to(torch.int32)
 
 
 def survivors(part: SegmentT, marked: Tensor) -> SegmentT:

@@ -215,6 +215,15 @@ class Held:
 
         return self._with(joined)
 
+    def _move(self: HeldT, moves: Tensor) -> HeldT:
+        """Return the storage after the slots of stream n have moved by `moves[n]`, int64 [N]; slots are not set."""
+
+        def change(name: str, declared: Declared, value: Any) -> Any:
+            del name
+            return value._move(moves) if declared.kind == "part" and not isinstance(value, Axis) else value
+
+        return self._with(change)
+
     def weaves(self) -> bool:
         """Return whether storages like this can be woven, because no entry belongs to several pairs."""
         parts = [getattr(self, name) for name, declared in self.declared().items() if declared.kind == "part"]

@@ -46,6 +46,10 @@ class KVStore(Rollback):
 
     fetched: int = 0
     """Bytes of pairs that selectors have read from host memory or files."""
+    settle_lags: tuple[int, ...] = ()
+    """Tokens by which `settled_at` is too late for each row, where caches of different turns were joined; () for zeros."""
+    joined_parts: tuple[Segment, ...] = ()
+    """Sealed pairs of joined rows that are not encoded, oldest first, until an eviction or encoding copies them to `dense`."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.batch, self.heads = keys.shape[:2]
@@ -80,7 +84,10 @@ class KVStore(Rollback):
 
     @property
     def settled_at(self) -> int | None:
-        """Value of `seen` when `settle` last looked for full tiles without waiting; None before that."""
+        """Value of `seen` when `settle` last looked for full tiles without waiting; None before that.
+
+        In rows that were joined to a batch later, that was `settle_lags` tokens earlier.
+        """
         return self.settled[-1] if self.settled else None
 
     @settled_at.setter
@@ -89,27 +96,33 @@ class KVStore(Rollback):
 
     @property
     def dense(self) -> DenseSegment | None:
-        """Dense sealed segment, unshared: pairs that rows share are copied at the first access."""
-        stored = self._dense
-        unshared = None if stored is None else stored.own()
-        if unshared is not stored:
+        """Dense sealed segment, unshared: pairs that rows share, or of joined rows, are copied at the first access."""
+        parts = self.dense_parts()
+        if len(parts) > 1:
+            self.dense = Segment.join([part.own() for part in parts])
+        elif parts and (unshared := parts[0].own()) is not vars(self)["dense"]:
             self.dense = unshared
-        return unshared  # type: ignore[return-value]
+        return vars(self)["dense"]  # type: ignore[no-any-return]
 
     @dense.setter
     def dense(self, dense: Segment | None) -> None:
         vars(self)["dense"] = dense  # under this name in files and savepoints
+        vars(self).pop("joined_parts", None)
+
+    def dense_parts(self) -> list[Segment]:
+        """Return the segments of sealed pairs that are not encoded, oldest first, in which rows may share pairs."""
+        dense: Segment | None = vars(self)["dense"]
+        return [*self.joined_parts, *([] if dense is None else [dense])]
 
     @property
     def _dense(self) -> Segment | None:
         """Dense sealed segment, in which rows may share pairs."""
-        dense: Segment | None = vars(self)["dense"]
-        return dense
+        return self.dense if self.joined_parts else vars(self)["dense"]
 
     @property
     def sealed(self) -> list[Segment]:
         """All sealed segments, oldest first."""
-        return self.segments if self._dense is None else [*self.segments, self._dense]
+        return [*self.segments, *self.dense_parts()]
 
     def count_generated(self, tokens: int) -> None:
         """Count so many generated tokens since the last eviction from every row."""
@@ -291,7 +304,9 @@ class KVStore(Rollback):
             ValueError: a stream has a different number of pairs, or a weight is not finite.
         """
         num_pairs = [0] * (self.batch * self.heads)  # a layer may keep nothing where layers compete
-        for part in self.sealed:
+        dense = self._dense
+        sealed = [*self.segments, *([] if dense is None else [dense])]
+        for part in sealed:
             num_pairs = [count + length for count, length in zip(num_pairs, part.layout.lengths, strict=True)]
         for n, weight in weights.items():
             if weight.shape != (num_pairs[n],):
@@ -301,7 +316,7 @@ class KVStore(Rollback):
             if not bool(weight.isfinite().all()):
                 raise ValueError("log_weight must be finite")
         used, parts = [0] * len(num_pairs), []
-        for part in (part.own() for part in self.sealed):
+        for part in (part.own() for part in sealed):
             old = (
                 next(iter(weights.values())).new_zeros(part.layout.total)
                 if part.log_weight is None
@@ -315,31 +330,37 @@ class KVStore(Rollback):
             twin = copy.deepcopy(part)
             twin.log_weight = flat
             parts.append(twin)
-        self.segments, self.dense = parts[: len(self.segments)], parts[-1] if self._dense is not None else None
+        self.segments, self.dense = parts[: len(self.segments)], parts[-1] if dense is not None else None
         self.index, self.window.cursor = {}, None  # a recorded step must not read the old tensors
 
     def is_due(self, codec: Codec) -> bool:
-        """Whether `settle` with `wait` looks for full tiles now."""
-        return self.settled_at is None or (self.seen - self.settled_at) % codec.interval(self.device) == 0
+        """Whether `settle` with `wait` looks for full tiles of any row now."""
+        return any(self._due_rows(codec, wait=True))
 
     def settle(self, codec: Codec, sealing: Sealing, wait: bool = False, turn: bool = False) -> None:
         """Encode full tiles of the oldest dense pairs; the newest `codec.residual` and first `codec.sinks` stay dense.
 
-        With `wait`, do so only every `codec.interval` tokens, since in ragged streams some tile would otherwise fill at almost
-        every token; then all rows are checked. `turn` marks the end of a prompt or turn with an eviction: a `whole` codec then
-        also encodes partial tiles. The pairs of a row that are encoded, and when, depend on that row alone.
+        With `wait`, do so only every `codec.interval` tokens of a row, since in ragged streams some tile would otherwise fill
+        at almost every token. `turn` marks the end of a prompt or turn with an eviction: a `whole` codec then also encodes
+        partial tiles. The pairs of a row that are encoded, and when, depend on that row alone.
         """
-        if wait and not self.is_due(codec):
+        due_rows = self._due_rows(codec, wait)
+        if not any(due_rows):
             return
         if not wait or self.settled_at is None:
             self.settled.append(self.seen)
-        longest = self.window.length + (0 if self._dense is None else self._dense.layout.longest)
+            vars(self).pop("settle_lags", None)
+        dense_lengths = [part.layout.lengths for part in self.dense_parts()]
+        longest = self.window.length + max(map(sum, zip(*dense_lengths, strict=True)), default=0)
         begun = [any(lengths) for lengths in zip(*(segment.layout.lengths for segment in self.segments), strict=True)]
         rows_begun = [any(begun[n : n + self.heads]) for n in range(0, len(begun), self.heads)] or [False]
         if longest < codec.residual + codec.tile_size(turn or not all(rows_begun)):
             return
         opened = self.open_segment(sealing.mask)
-        sinks, ends = codec.tiles(opened.layout.lengths, self.heads, begun, turn, sealing)
+        sinks, ends = (
+            [rank if due_rows[n // self.heads] else 0 for n, rank in enumerate(ranks)]
+            for ranks in codec.tiles(opened.layout.lengths, self.heads, begun, turn, sealing)
+        )
         if not any(ends):
             return
         first, old, dense_tail = opened.cut(sinks, ends)
@@ -367,6 +388,18 @@ class KVStore(Rollback):
             self.segments = codec.gathered(self.segments)
         self._join_tail()
 
+    def _due_rows(self, codec: Codec, wait: bool) -> list[bool]:
+        """Return for every row whether `settle` looks for full tiles now."""
+        if not wait or self.settled_at is None:
+            return [True] * self.batch
+        return [tokens % codec.interval(self.device) == 0 for tokens in self.tokens_since_settled()]
+
+    def tokens_since_settled(self) -> list[int]:
+        """Return the tokens of each row since `settle` last looked for full tiles without waiting, which it has done once."""
+        assert self.settled_at is not None  # noqa: S101 - for type checkers
+        since = self.seen - self.settled_at
+        return [since + lag for lag in self.settle_lags or [0] * self.batch]
+
     def _prepend(self, first: DenseSegment) -> None:
         """Insert pairs of rows without sealed pairs before all segments."""
         if self.segments and self.segments[0].joinable(first):
@@ -390,6 +423,8 @@ class KVStore(Rollback):
         self._choose_rows(order)
         self.window.select_rows(rows)
         self.batch = len(order)
+        if self.settle_lags:
+            self.settle_lags = tuple(self.settle_lags[row] for row in order)
         if self.journal is not None:
             self.journal = []
         self.targets = [self.targets[row] for row in order]
@@ -405,9 +440,14 @@ class KVStore(Rollback):
         streams = [row * self.heads + head for row in order for head in range(self.heads)]
         chosen = [CommonSegment.of(segment, streams) for segment in self.segments]
         self.segments, self.index = [segment for segment in chosen if segment.layout.total], {}
-        if self._dense is not None:
-            dense = CommonSegment.of(self._dense, streams)
-            self.dense = dense if dense.layout.total else None
+        dense = [CommonSegment.of(part, streams) for part in self.dense_parts()]
+        self.hold_dense([part for part in dense if part.layout.total])
+
+    def hold_dense(self, parts: Sequence[Segment]) -> None:
+        """Hold dense sealed pairs in several segments, oldest first, instead of those until now."""
+        self.dense = parts[0] if len(parts) == 1 else None
+        if len(parts) > 1:
+            self.joined_parts = tuple(parts)
 
     # -- observers and devices ---------------------------------------------------------------------------------------------
 
@@ -459,7 +499,11 @@ class KVStore(Rollback):
 
     def written(self) -> dict[str, Any]:
         """Return the state for a file: everything except savepoints."""
-        return {**vars(self), "journal": None}
+        dense = self._dense
+        return {name: value for name, value in vars(self).items() if name != "joined_parts"} | {
+            "dense": dense,
+            "journal": None,
+        }
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVStore:
         """Copy mutable state; copies of sealed segments share their tensors."""
@@ -467,5 +511,7 @@ class KVStore(Rollback):
         memo[id(self)] = twin
         for name in ("segments", "dense", "window", "observers", "codec_state", "settled", "journal"):
             vars(twin)[name] = copy.deepcopy(vars(self)[name], memo)
+        if self.joined_parts:
+            twin.joined_parts = copy.deepcopy(self.joined_parts, memo)
         twin.index = dict(self.index)
         return twin

@@ -114,9 +114,9 @@ class Executor:
             return 1
         intervals = [max(1, (step.schedule.every or 1) - max(store.since_eviction)) for step in steps]
         if codec is not None:
-            at = store.settled_at
             interval = codec.interval(store.device)
-            intervals.append(1 if at is None else interval - (store.seen - at) % interval)
+            since = [interval - 1] if store.settled_at is None else store.tokens_since_settled()
+            intervals.append(interval - max(tokens % interval for tokens in since))
         return min(intervals, default=None)
 
     def after_pass(self, done: Pass) -> None:

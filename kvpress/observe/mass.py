@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -78,6 +79,12 @@ class AttentionMass(Observer):
         mass = flat_mass(call, weights)
         mass = self._blocked_mass(call, weights) if mass is None else mass
         window.side[name] = mass + window.side[name] * fade[:, None, None] if name in window.side else mass
+
+    def joined(self, observers: Sequence[AttentionMass], seen: int) -> AttentionMass:
+        del seen
+        twin = copy.copy(self)
+        twin.queries = max(observer.queries for observer in observers)
+        return twin
 
     def _weights(self, call: LayerCall, real: Tensor | None) -> Tensor | None:
         """Return query weights `[N, G * n]`: decay ** (later real queries of the pass), 0 for padding; None if all are 1."""
@@ -157,6 +164,12 @@ class ProbeAttention(Observer):
             num_probes[rows] = len(probes)
         if call.store.dense is not None:
             self._add_dense(call, call.store.dense, num_probes, lse)
+
+    def joined(self, observers: Sequence[ProbeAttention], seen: int) -> ProbeAttention:
+        del observers
+        twin = copy.copy(self)
+        twin.start = twin.end = seen
+        return twin
 
     def _add_token(self, call: LayerCall) -> bool:
         """Add the attention of a single token by the kernels; return False where they cannot."""

@@ -7,8 +7,9 @@ query norms, any rotary embedding) and needs no second projection. Scorers read 
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -92,6 +93,33 @@ class Observer(ABC):
     def select_rows(self, rows: Tensor) -> None:
         """Keep some batch rows, in this order."""
         self._replace(lambda tensor: tensor.index_select(0, rows.to(tensor.device)))
+
+    def joined(self, observers: Sequence[Any], seen: int) -> Any:
+        """Return an observer of the rows of all `observers`, this one first, in a batch that has seen `seen` tokens.
+
+        Raises:
+            NotImplementedError: they hold tensors of different lengths, or counts that differ from row to row.
+        """
+        names = set(self.state_names)
+        tensors = {name: [getattr(observer, name) for observer in observers] for name in names}
+        shapes = {
+            tuple(None if t is None else t.shape[1:] for t in each) for each in zip(*tensors.values(), strict=True)
+        }
+        counts = [
+            {name: value for name, value in vars(observer).items() if name not in names and name != "end"}
+            for observer in observers
+        ]
+        if len(shapes) > 1 or any(count != counts[0] for count in counts):
+            raise NotImplementedError(
+                f"records of {type(self).__name__} differ in length between these caches, so that they cannot be joined: run "
+                "their rows separately"
+            )
+        twin = copy.copy(self)
+        for name, each in tensors.items():
+            setattr(twin, name, None if each[0] is None else torch.cat(each))
+        if self.by_token:
+            twin.end = seen
+        return twin
 
     def to(self, device: torch.device | str) -> None:
         """Move the state to a device."""

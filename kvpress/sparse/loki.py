@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -112,6 +113,18 @@ class KeyBasis(Held):
         streams = [row * self.heads + head for row in rows.tolist() for head in range(self.heads)]
         self.directions = self.directions[streams]
         self.known = tuple(self.known[n] for n in streams)
+
+    def joined(self, states: Sequence[KeyBasis | None], rows: Sequence[int]) -> KeyBasis:
+        """Return the directions of the rows of all `states`; None stands for the given number of rows without any."""
+        without = [self.directions.new_zeros(count * self.heads, *self.directions.shape[1:]) for count in rows]
+        directions = [
+            empty if state is None else state.directions for state, empty in zip(states, without, strict=True)
+        ]
+        known = [
+            (False,) * len(empty) if state is None else state.known
+            for state, empty in zip(states, without, strict=True)
+        ]
+        return KeyBasis(torch.cat(directions), tuple(fitted for each in known for fitted in each), self.heads)
 
 
 class LokiSelector(LabelSelector):

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvpress serve`: the OpenAI API in front of a model, with continuous batching over compressed caches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvpress_eval.commands import _shared as shared
+
+
+def command(
+    model: shared.Model,
+    press: Annotated[
+        list[str] | None, typer.Option(help="A press that requests may choose; may be repeated. Default: the first.")
+    ] = None,
+    memory: Annotated[str, typer.Option(help="Limit of all caches, such as 24GB.")] = "4GB",
+    prefix_memory: Annotated[str, typer.Option(help="Part of it for shared texts.")] = "1GB",
+    prefix_store: Annotated[Path | None, typer.Option(help="Folder that keeps compressed shared texts.")] = None,
+    limit: Annotated[str, typer.Option(help="Limit of that folder.")] = "20GB",
+    host: Annotated[str, typer.Option(help="Address; 0.0.0.0 for all networks.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 for a free one.", min=0, max=65535)] = 8000,
+    name: Annotated[str | None, typer.Option(help="Name of the model in requests.")] = None,
+    api_keys: Annotated[Path | None, typer.Option(help="File with one API key per line.")] = None,
+    rate: Annotated[int | None, typer.Option(help="Most requests a minute of a key.", min=1)] = None,
+    max_tokens: Annotated[int, shared.token_count("max_tokens", "Answers that set no limit.")] = 1024,
+    max_body: Annotated[str, typer.Option(help="Largest body of a request.")] = "8MB",
+    chunk: Annotated[int, shared.token_count("chunk", "Tokens of prompts read between decode steps.")] = 256,
+    queue: Annotated[int, typer.Option(help="Most waiting requests; more get 429.", min=1)] = 256,
+    rows: Annotated[int, typer.Option(help="Most requests that run at once.", min=1)] = 64,
+    drain: Annotated[float, typer.Option(help="Seconds for running answers after SIGTERM.", min=0)] = 30,
+    dtype: shared.Dtype = "auto",
+    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...")] = "cpu",
+    threads: shared.Threads = None,
+) -> None:
+    """Serve a model over HTTP with the OpenAI API: many users, one compressed memory.
+
+    Requests join and leave a running batch at any step. Shared texts (/v1/documents, system prompts) are read and compressed
+    once. A request begins only if its cache fits --memory; others wait, or get 429. SIGTERM finishes running answers.
+    """
+    with shared.exit_codes():
+        import torch
+
+        from kvpress.cache.report import parse_bytes
+        from kvpress.core.spec import get_press
+        from kvpress_eval.common.errors import ConfigError
+
+        try:
+            from kvpress_eval.serve.access import ApiKeys, Rate
+            from kvpress_eval.serve.api import ApiSettings
+            from kvpress_eval.serve.engine import EngineSettings
+            from kvpress_eval.serve.run import serve
+        except ModuleNotFoundError as error:
+            if str(error.name).startswith("kvpress"):
+                raise
+            raise ConfigError(
+                f"{error.name} is not installed; the server needs: pip install 'kvpress-toolkit[serve]'"
+            ) from error
+
+        try:
+            specs = list(dict.fromkeys(press or ["none"]))
+            for spec in specs:
+                get_press(spec)
+            settings = EngineSettings(specs, parse_bytes(memory, "memory"), chunk, queue, rows)
+            prefix_bytes = parse_bytes(prefix_memory, "prefix_memory")
+            if prefix_bytes > settings.memory:
+                raise ValueError(f"prefix_memory must be at most memory={memory}, got {prefix_memory}")
+            api = ApiSettings(
+                name or Path(model).name,
+                None,
+                max_tokens,
+                parse_bytes(max_body, "max_body"),
+                None if api_keys is None else ApiKeys(api_keys),
+                None if rate is None else Rate(rate),
+                drain,
+            )
+            if threads:
+                torch.set_num_threads(threads)
+            serve(model, settings, api, host, port, prefix_bytes, prefix_store, limit, dtype, device)
+        except KeyboardInterrupt:  # SIGTERM or Ctrl-C, after running answers have ended
+            return
+        except (ValueError, KeyError, TypeError, OSError, NotImplementedError) as error:
+            raise ConfigError(str(error)) from error

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers of the engine as responses of the OpenAI API, whole or as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvpress_eval.serve.requests import Event, FailedEvent, FinishedEvent, GenerationJob, TokenEvent
+
+
+class Events:
+    """Events of one request, passed from the thread of the engine to the event loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[Event] = asyncio.Queue()
+
+    def deliver(self, event: Event) -> None:
+        """Add an event, from any thread; events for a loop that has ended are dropped."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, event)
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        while True:
+            event = await self._queue.get()
+            yield event
+            if not isinstance(event, TokenEvent):
+                return
+
+
+@dataclass
+class AnswerFormat:
+    """Response of a request in the form of its route."""
+
+    job: GenerationJob
+    """Request."""
+    model: str
+    """Name of the model."""
+    is_chat: bool
+    """Whether the response is a chat completion or a plain one."""
+    tokenizer: Any
+    """Tokenizer, for the text of single tokens."""
+    parser: Any = None
+    """Parser of tool calls (`transformers.cli.serving.utils.build_response_parser`); None to return text as it is."""
+    created: int = field(default_factory=lambda: int(time.time()))
+    """Time of the response, in seconds since 1970."""
+    num_tool_calls: int = 0
+    """Tool calls so far."""
+
+    def usage(self) -> dict[str, Any]:
+        """Return the numbers of tokens."""
+        prompt, generated = len(self.job.prefix) + len(self.job.prompt), self.job.generated
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
+            "prompt_tokens_details": {"cached_tokens": self.job.cached_tokens},
+        }
+
+    def frame(self, choices: list[dict[str, Any]], is_chunk: bool) -> dict[str, Any]:
+        """Return a response, or a chunk of one, with its choices."""
+        kind = ("chat.completion" + (".chunk" if is_chunk else "")) if self.is_chat else "text_completion"
+        return {"id": self.job.name, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+    def whole(self, text: str, tokens: list[TokenEvent], reason: str) -> dict[str, Any]:
+        """Return the response of a finished answer."""
+        choice: dict[str, Any] = {"index": 0, "finish_reason": reason, "logprobs": self.logprobs(tokens)}
+        if not self.is_chat:
+            choice["text"] = text
+        else:
+            message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
+            for delta in [*self.deltas(text), *self.last_deltas()]:
+                calls = message.get("tool_calls", []) + delta.get("tool_calls", [])
+                for name in ("content", "reasoning_content"):
+                    if name in delta:
+                        message[name] = (message.get(name) or "") + delta[name]
+                if calls:
+                    message["tool_calls"] = calls
+            if message.get("tool_calls"):
+                choice["finish_reason"] = "tool_calls"
+            choice["message"] = message
+        return {**self.frame([choice], False), "usage": self.usage()}
+
+    def deltas(self, text: str) -> list[dict[str, Any]]:
+        """Return the parts of a message that some new text completes."""
+        if self.parser is None:
+            return [{"content": text}] if text else []
+        return self._parsed(self.parser.feed(text)) if text else []
+
+    def last_deltas(self) -> list[dict[str, Any]]:
+        """Return the parts of a message that its end completes."""
+        if self.parser is None:
+            return []
+        try:
+            _, events = self.parser.finalize()
+        except (ValueError, RuntimeError):  # the answer ended inside a tool call
+            return []
+        return self._parsed(events)
+
+    def _parsed(self, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        from transformers.cli.serving.utils import ReasoningText, ToolCall, response_events_to_chunks
+
+        deltas: list[dict[str, Any]] = []
+        for part in response_events_to_chunks(events):
+            if isinstance(part, ToolCall):
+                call = {
+                    "index": self.num_tool_calls,
+                    "id": f"call_{self.job.name}_{self.num_tool_calls}",
+                    "type": "function",
+                    "function": {"name": part.name, "arguments": part.arguments},
+                }
+                self.num_tool_calls += 1
+                deltas.append({"tool_calls": [call]})
+            else:
+                deltas.append({"reasoning_content" if isinstance(part, ReasoningText) else "content": str(part)})
+        return deltas
+
+    def logprobs(self, tokens: list[TokenEvent]) -> dict[str, Any] | None:
+        """Return the log-probabilities of some tokens; None if they were not requested."""
+        if self.job.sampling.top_logprobs is None:
+            return None
+        if self.is_chat:
+            return {"content": [self._chat_logprob(event) for event in tokens], "refusal": None}
+        names = [self._text(event.token) for event in tokens]
+        return {
+            "tokens": names,
+            "token_logprobs": [event.logprob for event in tokens],
+            "top_logprobs": [{self._text(token): value for token, value in event.top} for event in tokens],
+            "text_offset": [sum(map(len, names[:index])) for index in range(len(names))],
+        }
+
+    def _chat_logprob(self, event: TokenEvent) -> dict[str, Any]:
+        def entry(token: int, value: float | None) -> dict[str, Any]:
+            text = self._text(token)
+            return {"token": text, "logprob": value, "bytes": list(text.encode())}
+
+        return {**entry(event.token, event.logprob), "top_logprobs": [entry(*each) for each in event.top]}
+
+    def _text(self, token: int) -> str:
+        text: str = self.tokenizer.decode([token])
+        return text
+
+    async def stream(self, events: Events, include_usage: bool) -> AsyncIterator[str]:
+        """Yield the server-sent events of an answer."""
+
+        def chunk(delta: dict[str, Any] | str, tokens: list[TokenEvent], reason: str | None = None) -> str:
+            content = {"delta": delta} if self.is_chat else {"text": delta}
+            choice = {"index": 0, **content, "finish_reason": reason, "logprobs": self.logprobs(tokens)}
+            return _event(self.frame([choice], True))
+
+        if self.is_chat:
+            yield chunk({"role": "assistant", "content": ""}, [])
+        unsent: list[TokenEvent] = []
+        async for event in events:
+            if isinstance(event, FailedEvent):
+                yield _event({"error": {"message": event.message, "type": "server_error", "param": None, "code": 500}})
+                return
+            if isinstance(event, TokenEvent):
+                unsent.append(event)
+            for delta in self.deltas(event.text) if self.is_chat else [event.text] if event.text else []:
+                yield chunk(delta, unsent)
+                unsent = []
+            if isinstance(event, FinishedEvent):
+                for delta in self.last_deltas():
+                    yield chunk(delta, unsent)
+                    unsent = []
+                reason = "tool_calls" if self.num_tool_calls else event.reason
+                yield chunk({} if self.is_chat else "", unsent, reason)
+        if include_usage:
+            yield _event({**self.frame([], True), "usage": self.usage()})
+        yield "data: [DONE]\n\n"
+
+
+def _event(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data)}\n\n"

@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The HTTP application: routes of the OpenAI API, documents, health and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
+
+from kvpress_eval.serve.access import Access, ApiKeys, Rate, error_response
+from kvpress_eval.serve.answers import AnswerFormat, Events
+from kvpress_eval.serve.engine import BatchEngine
+from kvpress_eval.serve.prompts import Prompts, SplitPrompt
+from kvpress_eval.serve.requests import FailedEvent, GenerationJob, RefusedError, SamplingSettings, TokenEvent
+from kvpress_eval.serve.schemas import ChatBody, CompletionBody, DocumentBody, GenerateBody
+from kvpress_eval.serve.text import TextStream
+
+POLL_SECONDS = 0.25
+"""Seconds between two looks for a client that has disconnected."""
+
+
+@dataclass(frozen=True)
+class ApiSettings:
+    """Settings of the application."""
+
+    model: str
+    """Name of the model in requests."""
+    positions: int | None
+    """Most tokens of a request; None without a limit."""
+    max_tokens: int = 1024
+    """Generated tokens of requests that do not set `max_tokens`."""
+    max_body: int = 8 * 2**20
+    """Most bytes of a body."""
+    keys: ApiKeys | None = None
+    """API keys; None for an open server."""
+    rate: Rate | None = None
+    """Limit of requests of each client; None without one."""
+    drain_seconds: float = 30.0
+    """Seconds in which accepted requests may finish when the server stops."""
+
+
+def build_app(engine: BatchEngine, tokenizer: Any, settings: ApiSettings) -> FastAPI:
+    """Return the application; it starts the engine, and stops it when it ends."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        del app
+        engine.start()
+        yield
+        await asyncio.to_thread(engine.stop, settings.drain_seconds)
+
+    app = FastAPI(title="kvpress serve", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(Access, keys=settings.keys, rate=settings.rate, max_body=settings.max_body)
+    app.add_exception_handler(RefusedError, _refused)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.state.engine = engine
+    routes = _Routes(engine, tokenizer, settings)
+    app.get("/v1/models")(routes.models)
+    app.post("/v1/chat/completions", response_model=None)(routes.chat)
+    app.post("/v1/completions", response_model=None)(routes.complete)
+    app.post("/v1/documents", response_model=None)(routes.add_document)
+    app.get("/health", response_model=None)(routes.health)
+    app.get("/metrics", response_model=None)(routes.metrics)
+    return app
+
+
+class _Routes:
+    def __init__(self, engine: BatchEngine, tokenizer: Any, settings: ApiSettings) -> None:
+        self.engine, self.tokenizer, self.settings = engine, tokenizer, settings
+        self.prompts = Prompts(tokenizer)
+        self.started = int(time.time())
+        for name in ("queued", "prompts", "rows", "batches"):
+            engine.metrics.gauge(f"kvpress_{name}", f"Number of {name} now", partial(_number_of, engine, name))
+        bytes_held = {
+            "reserved": ("Planned bytes of running requests", lambda: engine.admission.reserved),
+            "limit": ("Limit of bytes for caches", lambda: engine.admission.limit),
+            "prefix": ("Bytes of compressed prefixes in memory", lambda: engine.prefixes.held_bytes),
+            "prefix_uncompressed": ("Bytes of their full caches", lambda: engine.prefixes.uncompressed_bytes),
+        }
+        for name, (words, value) in bytes_held.items():
+            engine.metrics.gauge(f"kvpress_{name}_bytes", words, value)
+
+    async def models(self) -> dict[str, Any]:
+        model = {"id": self.settings.model, "object": "model", "created": self.started, "owned_by": "kvpress"}
+        presses = list(self.engine.settings.presses)
+        return {"object": "list", "data": [{**model, "presses": presses, "max_model_len": self.settings.positions}]}
+
+    async def health(self) -> Response:
+        status = 200 if self.engine.is_alive else 503
+        return JSONResponse({"status": "ok" if status == 200 else "stopping", **self.engine.load}, status)
+
+    async def metrics(self) -> Response:
+        return Response(generate_latest(self.engine.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def chat(self, body: ChatBody, request: Request) -> Response:
+        if body.top_logprobs is not None and not body.logprobs:
+            raise RefusedError("top_logprobs needs logprobs=true", 400)
+        alternatives = (body.top_logprobs or 0) if body.logprobs else None
+        uses_tools = bool(body.tools) and body.tool_choice != "none"
+        split = await asyncio.to_thread(self.prompts.of_chat, body)
+        limit = body.max_completion_tokens or body.max_tokens
+        tools = body.tools if uses_tools else None
+        return await self._answer(body, request, split, limit, alternatives, is_chat=True, tools=tools)
+
+    async def complete(self, body: CompletionBody, request: Request) -> Response:
+        split = await asyncio.to_thread(self.prompts.of_completion, body)
+        return await self._answer(body, request, split, body.max_tokens, body.logprobs, is_chat=False)
+
+    async def add_document(self, body: DocumentBody, request: Request) -> Response:
+        press = self._press(body.press)
+        document = await asyncio.to_thread(self.prompts.add_document, body, press)
+        split = SplitPrompt(document.ids, ())
+        job, events = self._job("doc", press, split, 0, SamplingSettings(), TextStream(self.tokenizer))
+        self.engine.submit(job)
+        await self._collect(job, events, request)
+        prefix = self.engine.prefixes.peek(job.key)
+        sizes = {} if prefix is None else {"bytes": prefix.held_bytes, "bytes_uncompressed": prefix.uncompressed_bytes}
+        return JSONResponse(
+            {
+                "id": document.name, "object": "document", "press": press, "tokens": len(document.ids),
+                "cached": bool(job.cached_tokens), **sizes,
+            }
+        )  # fmt: skip
+
+    async def _answer(
+        self,
+        body: GenerateBody,
+        request: Request,
+        split: SplitPrompt,
+        limit: int | None,
+        top_logprobs: int | None,
+        is_chat: bool,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> Response:
+        if body.model != self.settings.model:
+            raise RefusedError(f"there is no model {body.model!r} on this server, only {self.settings.model!r}", 404)
+        press = self._press(body.press)
+        if body.document is not None:
+            document_press = self.prompts.document(body.document).press
+            if body.press is not None and body.press != document_press:
+                raise RefusedError(
+                    f"document {body.document!r} is compressed by {document_press!r}, not by {press!r}", 400
+                )
+            press = document_press
+        temperature = 1.0 if body.temperature is None else body.temperature
+        sampling = SamplingSettings(temperature, body.top_p or 1.0, body.seed, top_logprobs)
+        parser = self._parser(split, tools)
+        text = TextStream(self.tokenizer, body.stop_strings, keep_special=parser is not None)
+        job, events = self._job(
+            "chatcmpl" if is_chat else "cmpl", press, split, self._limit(split, limit), sampling, text
+        )
+        answer = AnswerFormat(job, self.settings.model, is_chat, self.tokenizer, parser)
+        self.engine.submit(job)
+        if body.stream:
+            include_usage = body.stream_options is not None and body.stream_options.include_usage
+            return StreamingResponse(self._stream(answer, events, include_usage), media_type="text/event-stream")
+        texts, tokens, reason = await self._collect(job, events, request)
+        return JSONResponse(answer.whole(texts, tokens, reason))
+
+    def _parser(self, split: SplitPrompt, tools: list[dict[str, Any]] | None) -> Any:
+        if tools is None:
+            return None
+        from transformers.cli.serving.utils import build_response_parser
+
+        parser = build_response_parser(self.tokenizer, self.engine.model, [*split.prefix, *split.rest], tools)
+        if parser is None:
+            raise RefusedError(
+                "there is no parser of tool calls for this model: leave out tools, or set tokenizer.response_template",
+                400,
+            )
+        return parser
+
+    def _press(self, press: str | None) -> str:
+        allowed = self.engine.settings.presses
+        if press is None:
+            return allowed[0]
+        if press not in allowed:
+            raise RefusedError(f"press must be one of {', '.join(map(repr, allowed))}, got {press!r}", 400)
+        return press
+
+    def _limit(self, split: SplitPrompt, limit: int | None) -> int:
+        """Return the most tokens to generate, within the positions of the model."""
+        prompt, positions = len(split.prefix) + len(split.rest), self.settings.positions
+        if positions is None:
+            return limit or self.settings.max_tokens
+        room = positions - prompt
+        if room < 1 or (limit is not None and limit > room):
+            raise RefusedError(
+                f"the model has {positions} positions, and the prompt has {prompt} tokens"
+                + (f" with max_tokens={limit}" if limit else "") + ": shorten one of them", 400,
+            )  # fmt: skip
+        return min(room, self.settings.max_tokens) if limit is None else limit
+
+    def _job(
+        self, kind: str, press: str, split: SplitPrompt, limit: int, sampling: SamplingSettings, text: TextStream
+    ) -> tuple[GenerationJob, Events]:
+        events = Events()
+        name = f"{kind}-{uuid.uuid4().hex[:24]}"
+        return GenerationJob(name, press, split.prefix, split.rest, limit, sampling, text, events.deliver), events
+
+    async def _stream(self, answer: AnswerFormat, events: Events, include_usage: bool) -> AsyncIterator[str]:
+        try:
+            async for chunk in answer.stream(events, include_usage):
+                yield chunk
+        finally:
+            self.engine.cancel(answer.job)  # of no effect once the answer has ended
+
+    async def _collect(self, job: GenerationJob, events: Events, request: Request) -> tuple[str, list[TokenEvent], str]:
+        """Return text, tokens and finish reason of an answer; drop it if the client disconnects."""
+        watcher = asyncio.create_task(self._watch(job, request))
+        text, tokens, reason = "", [], ""
+        try:
+            async for event in events:
+                if isinstance(event, FailedEvent):
+                    raise RefusedError(event.message, 500)
+                text += event.text
+                if isinstance(event, TokenEvent):
+                    tokens.append(event)
+                else:
+                    reason = event.reason
+        finally:
+            watcher.cancel()
+            self.engine.cancel(job)
+        return text, tokens, reason
+
+    async def _watch(self, job: GenerationJob, request: Request) -> None:
+        with suppress(asyncio.CancelledError):
+            while not await request.is_disconnected():
+                await asyncio.sleep(POLL_SECONDS)
+            self.engine.cancel(job)
+
+
+def _number_of(engine: BatchEngine, name: str) -> float:
+    return engine.load[name]
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    del request
+    assert isinstance(error, RefusedError)  # noqa: S101 - registered for this class
+    return error_response(str(error), error.status, error.retry_after)
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    del request
+    assert isinstance(error, RequestValidationError)  # noqa: S101 - registered for this class
+    first = error.errors()[0]
+    field = ".".join(str(part) for part in first["loc"][1:])
+    return error_response(f"{field or 'the body'}: {first['msg']}", 400, param=field or None)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)  # noqa: S101 - registered for this class
+    return error_response(f"{request.method} {request.url.path}: {error.detail}", error.status_code)

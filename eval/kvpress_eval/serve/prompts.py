@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens of chats, prompts and documents, split where a compressed prefix ends."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+
+from kvpress_eval.serve.requests import RefusedError
+from kvpress_eval.serve.schemas import ChatBody, CompletionBody, DocumentBody
+
+MARK = "\x00end of the shared text\x00"
+"""Marks the end of a shared text in a rendered chat."""
+LEAST_PREFIX = 32
+"""Tokens of the shortest system prompt that is compressed by itself."""
+MOST_DOCUMENTS = 4096
+"""Documents that the server remembers; the oldest are forgotten."""
+
+
+@dataclass(frozen=True)
+class TextDocument:
+    """Uploaded text whose compressed cache requests continue."""
+
+    name: str
+    """Identifier."""
+    press: str
+    """Press that compresses it."""
+    ids: tuple[int, ...]
+    """Tokens up to its end, with the beginning of the chat."""
+    text: str
+    """Text, for the chat template."""
+    system: str | None
+    """System prompt before it."""
+    is_chat: bool
+    """Whether chats continue it, or plain completions."""
+
+
+@dataclass(frozen=True)
+class SplitPrompt:
+    """Tokens of a prompt."""
+
+    prefix: tuple[int, ...]
+    """Tokens that are compressed by themselves and shared; () for none."""
+    rest: tuple[int, ...]
+    """Tokens behind them."""
+
+
+class Prompts:
+    """Renders requests to tokens, and remembers documents.
+
+    The system prompt of a chat is its prefix, if it has `LEAST_PREFIX` tokens or more; a document, with all before it, is the
+    prefix of requests about it. The split depends on the request alone, not on the caches that the server holds. So an answer
+    does not depend on earlier requests.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._documents: OrderedDict[str, TextDocument] = OrderedDict()
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the tokenizer has a chat template."""
+        return bool(self.tokenizer.chat_template)
+
+    def add_document(self, body: DocumentBody, press: str) -> TextDocument:
+        """Return the document of an upload; equal uploads give the same one."""
+        is_chat = self.has_template if body.chat is None else body.chat
+        if body.system is not None and not is_chat:
+            raise RefusedError("system needs a chat: leave it out, or set chat to true", 400)
+        if is_chat:
+            head, _ = self._around(_document_messages(body.system, body.text + MARK), {})
+            ids = self._encode(head)
+        else:
+            ids = self._encode(body.text, special=True)
+        digest = hashlib.sha256(repr((press, ids, is_chat)).encode()).hexdigest()
+        document = TextDocument(f"doc-{digest[:24]}", press, ids, body.text, body.system, is_chat)
+        self._documents[document.name] = document
+        self._documents.move_to_end(document.name)
+        while len(self._documents) > MOST_DOCUMENTS:
+            self._documents.popitem(last=False)
+        return document
+
+    def document(self, name: str) -> TextDocument:
+        """Return a document.
+
+        Raises:
+            RefusedError: it is unknown.
+        """
+        if name not in self._documents:
+            raise RefusedError(
+                f"there is no document {name!r} on this server: upload it to /v1/documents; a text that was uploaded before "
+                "is found by its tokens, and not read again",
+                404,
+            )
+        return self._documents[name]
+
+    def of_completion(self, body: CompletionBody) -> SplitPrompt:
+        """Return the tokens of a plain completion."""
+        document = self._of(body.document, is_chat=False)
+        if isinstance(body.prompt, list):
+            self._check_ids(body.prompt)
+            ids = tuple(body.prompt)
+        else:
+            ids = self._encode(body.prompt, special=document is None)
+        return self._split(() if document is None else document.ids, ids)
+
+    def of_chat(self, body: ChatBody) -> SplitPrompt:
+        """Return the tokens of a chat."""
+        document = self._of(body.document, is_chat=True)
+        settings = dict(body.chat_template_kwargs or {})
+        if body.tools and body.tool_choice != "none":
+            settings["tools"] = body.tools
+        messages = [_flat(message, index) for index, message in enumerate(body.messages)]
+        if document is not None:
+            return self._behind_document(document, messages, settings)
+        if messages[0]["role"] in ("system", "developer") and len(messages) > 1:
+            marked = [{**messages[0], "content": messages[0]["content"] + MARK}, *messages[1:]]
+            head, tail = self._around(marked, settings)
+            ids = self._encode(head)
+            if len(ids) >= LEAST_PREFIX:
+                return self._split(ids, self._encode(tail))
+        return self._split((), self._encode(self._render(messages, settings)))
+
+    def _behind_document(
+        self, document: TextDocument, messages: list[dict[str, Any]], settings: dict[str, Any]
+    ) -> SplitPrompt:
+        first = messages[0]
+        if first["role"] != "user":
+            raise RefusedError(
+                f"the first message about a document must be the user's, got role {first['role']!r}: upload a system prompt "
+                "together with the document",
+                400,
+            )
+        opening = _document_messages(document.system, document.text + MARK)
+        opening[-1] = {**first, "content": opening[-1]["content"] + "\n" + first["content"]}
+        head, tail = self._around([*opening, *messages[1:]], settings)
+        if self._encode(head) != document.ids:
+            raise RefusedError(
+                "the chat template writes the document in another way with these tools or chat_template_kwargs: leave them "
+                "out, or send the document in the messages",
+                400,
+            )
+        return self._split(document.ids, self._encode(tail))
+
+    def _of(self, name: str | None, is_chat: bool) -> TextDocument | None:
+        document = None if name is None else self.document(name)
+        if document is not None and document.is_chat != is_chat:
+            route = "/v1/chat/completions" if document.is_chat else "/v1/completions"
+            raise RefusedError(f"document {name!r} was uploaded for {route}; upload it with chat={is_chat}", 400)
+        return document
+
+    def _around(self, messages: list[dict[str, Any]], settings: dict[str, Any]) -> tuple[str, str]:
+        """Return the rendered chat before and after the mark."""
+        head, mark, tail = self._render(messages, settings).partition(MARK)
+        if not mark:
+            raise RefusedError("the chat template of this model leaves out a part of the messages", 400)
+        return head, tail
+
+    def _render(self, messages: list[dict[str, Any]], settings: dict[str, Any]) -> str:
+        if not self.has_template:
+            raise RefusedError("the tokenizer of this model has no chat template: use /v1/completions", 400)
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **settings
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise RefusedError(f"the chat template of this model refuses the messages: {error}", 400) from error
+        return text
+
+    def _encode(self, text: str, special: bool = False) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(text, add_special_tokens=special))
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        limit = len(self.tokenizer)
+        if wrong := [token for token in ids if not 0 <= token < limit]:
+            raise RefusedError(f"token ids must be in [0, {limit}), got {wrong[0]}", 400)
+
+    def _split(self, prefix: tuple[int, ...], rest: tuple[int, ...]) -> SplitPrompt:
+        if not rest:
+            raise RefusedError("the prompt has no tokens", 400)
+        return SplitPrompt(prefix, rest)
+
+
+def _document_messages(system: str | None, text: str) -> list[dict[str, Any]]:
+    system_messages = [] if system is None else [{"role": "system", "content": system}]
+    return [*system_messages, {"role": "user", "content": text}]
+
+
+def _flat(message: dict[str, Any], index: int) -> dict[str, Any]:
+    """Return a message with its content as text.
+
+    Raises:
+        RefusedError: the message has no role, or parts that are not text.
+    """
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str):
+        raise RefusedError(f"messages[{index}] has no role", 400)
+    if isinstance(content, list):
+        if any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
+            raise RefusedError(f"messages[{index}] has parts that are not text, which this server cannot read", 400)
+        content = "".join(str(part.get("text", "")) for part in content)
+    if content is not None and not isinstance(content, str):
+        raise RefusedError(f"the content of messages[{index}] must be text, got {type(content).__name__}", 400)
+    if isinstance(content, str) and MARK in content:
+        raise RefusedError(f"the content of messages[{index}] contains a reserved mark", 400)
+    return {**message, "content": content or ""}

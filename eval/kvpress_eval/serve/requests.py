@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests to the engine, the events that it answers with, and the reasons to refuse a request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from kvpress_eval.serve.text import TextStream
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """Settings of the choice of the next token."""
+
+    temperature: float = 1.0
+    """Divisor of the logits; 0 for the most likely token."""
+    top_p: float = 1.0
+    """Share of probability among whose most likely tokens is drawn."""
+    seed: int | None = None
+    """Random seed of this request; None for a new one."""
+    top_logprobs: int | None = None
+    """Number of most likely tokens whose log-probabilities are returned; None for no log-probabilities."""
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """One generated token."""
+
+    token: int
+    """Id of the token."""
+    text: str
+    """Text that is complete with this token; text that may begin a stop string is held back."""
+    logprob: float | None = None
+    """Log-probability of the token, before temperature and `top_p`."""
+    top: Sequence[tuple[int, float]] = ()
+    """Most likely tokens with their log-probabilities."""
+
+
+@dataclass(frozen=True)
+class FinishedEvent:
+    """End of an answer."""
+
+    reason: FinishReason
+    """`stop` for an end token or a stop string, `length` for the limit of tokens."""
+    text: str = ""
+    """Text that was held back."""
+
+
+@dataclass(frozen=True)
+class FailedEvent:
+    """End of a request without an answer."""
+
+    message: str
+    """Error message."""
+
+
+Event = TokenEvent | FinishedEvent | FailedEvent
+
+
+class RefusedError(Exception):
+    """A request that is not accepted now, or never."""
+
+    def __init__(self, message: str, status: int, retry_after: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        """HTTP status."""
+        self.retry_after = retry_after
+        """Seconds after which the same request may be accepted; None for never."""
+
+
+@dataclass(eq=False)
+class GenerationJob:
+    """One request in the engine."""
+
+    name: str
+    """Identifier in logs and responses."""
+    press: str
+    """Spec of the press."""
+    prefix: tuple[int, ...]
+    """Tokens that are compressed by themselves and shared with other requests; () for none."""
+    prompt: tuple[int, ...]
+    """Tokens behind the prefix."""
+    max_tokens: int
+    """Most generated tokens; 0 only reads the prefix."""
+    sampling: SamplingSettings
+    """Choice of the next token."""
+    text: TextStream
+    """Decoder of the answer."""
+    deliver: Callable[[Event], None]
+    """Receiver of events; it is called in the engine's thread and must not block."""
+    created: float = field(default_factory=time.monotonic)
+    """Time of arrival, in seconds of the monotonic clock."""
+    is_cancelled: bool = False
+    """Whether the client has gone."""
+    cached_tokens: int = 0
+    """Tokens of the prefix that were not read for this request."""
+    generated: int = 0
+    """Generated tokens."""
+    held_bytes: int = 0
+    """Planned bytes of the cache at its end."""
+    peak_bytes: int = 0
+    """Planned peak bytes while the prompt is read."""
+    reserved_bytes: int = 0
+    """Bytes that admission has reserved now."""
+    last_token_at: float | None = None
+    """Time of the newest token."""
+    first_token_seconds: float | None = None
+    """Seconds from arrival to the first token."""
+    generator: torch.Generator | None = None
+    """Random generator of this request."""
+
+    @property
+    def key(self) -> tuple[str, tuple[int, ...]]:
+        """Press and tokens by which the prefix is found."""
+        return self.press, self.prefix

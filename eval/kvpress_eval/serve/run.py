@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process that serves one model."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+import kvpress
+from kvpress.cache.files import dtype_of
+from kvpress.hf.cache.prefix_store import PrefixStore
+from kvpress.hf.positions import positions_of
+from kvpress_eval.serve.api import ApiSettings, build_app
+from kvpress_eval.serve.engine import BatchEngine, EngineSettings
+from kvpress_eval.serve.metrics import Metrics, log
+from kvpress_eval.serve.prefixes import Prefixes
+
+KEEP_ALIVE = 15
+"""Seconds that an idle connection stays open."""
+
+
+def new_app(
+    model: Any,
+    tokenizer: Any,
+    settings: EngineSettings,
+    api: ApiSettings,
+    prefix_bytes: int,
+    store: PrefixStore | None = None,
+) -> FastAPI:
+    """Return the application for a loaded model.
+
+    `prefix_bytes` is the memory for shared texts, and `store` the folder for those beyond it.
+    """
+    prefixes = Prefixes(model, prefix_bytes, store)
+    engine = BatchEngine(model, tokenizer, settings, prefixes, Metrics())
+    return build_app(engine, tokenizer, replace(api, positions=api.positions or positions_of(model.config)))
+
+
+def serve(
+    name: str,
+    settings: EngineSettings,
+    api: ApiSettings,
+    host: str,
+    port: int,
+    prefix_bytes: int,
+    store: Path | None,
+    store_limit: str,
+    dtype: str,
+    device: str,
+) -> None:
+    """Load a model and serve it until SIGTERM or Ctrl-C."""
+    folder = None if store is None else PrefixStore(store, store_limit)
+    model, tokenizer = kvpress.load_model(name, dtype="auto" if dtype == "auto" else dtype_of(dtype))
+    model = model.to(device).eval()
+    app = new_app(model, tokenizer, settings, api, prefix_bytes, folder)
+    _log_lines()
+    if host not in ("127.0.0.1", "::1", "localhost") and api.keys is None:
+        logging.getLogger("kvpress.serve").warning(
+            '{"event": "open", "message": "anyone who reaches %s can use this server: set --api-keys"}', host
+        )
+    log("start", model=api.model, presses=list(settings.presses), memory=settings.memory, host=host, port=port)
+    config = uvicorn.Config(
+        app, host, port, log_level="warning", access_log=False, timeout_keep_alive=KEEP_ALIVE,
+        timeout_graceful_shutdown=max(1, round(api.drain_seconds)), h11_max_incomplete_event_size=2**16,
+    )  # fmt: skip
+    uvicorn.Server(config).run()
+
+
+def _log_lines() -> None:
+    """Write the log of the server to standard error, one line of JSON per event."""
+    logger = logging.getLogger("kvpress.serve")
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    if not logger.handlers:
+        logger.addHandler(logging.StreamHandler(sys.stderr))
