@@ -269,6 +269,7 @@ class Session(BaseSession):
             rotary_angles=None if plan.facts.angles is None or hidden is None else partial(plan.facts.angles, hidden),
             expand=self_caching.expanded(module),
             reads_itself=self.reads_itself,
+            shards=plan.facts.shards,
         )
         tokens = NewTokens(
             seen_before=seen_before,
