@@ -42,8 +42,11 @@ CASES = [
 ]
 
 
-def together(work: Callable[..., Any], folder: Path, processes: int, *arguments: Any) -> list[Any]:
-    """Run `work(rank, report, *arguments)` in processes of one group; return the reports of each, None if it died."""
+def together(work: Callable[..., Any], folder: Path, processes: int, *arguments: Any, seconds: int = 120) -> list[Any]:
+    """Run `work(rank, report, *arguments)` in processes of one group; return the reports of each, None if it died.
+
+    Processes that run after `seconds` are killed.
+    """
     fork = multiprocessing.get_context("fork")
     queue = fork.Queue()
 
@@ -59,7 +62,7 @@ def together(work: Callable[..., Any], folder: Path, processes: int, *arguments:
     running = [fork.Process(target=run, args=(rank,)) for rank in range(processes)]
     for process in running:
         process.start()
-    reports, end = {}, time.monotonic() + 120
+    reports, end = {}, time.monotonic() + seconds
     while time.monotonic() < end and any(process.is_alive() for process in running):
         while not queue.empty():
             rank, message = queue.get()

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -118,6 +120,16 @@ class MemoryReport:
         for layer in self.layers:
             for name, size in layer.components.items():
                 total[name] = total.get(name, 0) + size
+        return total
+
+    def over_ranks(self, group: Any = None) -> MemoryReport:
+        """Return the sum of the reports of all ranks of a process group, which all call this; the default group if None.
+
+        Under tensor parallel, a rank's cache has the heads of this rank only.
+        """
+        reports: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(reports, self, group=group)
+        total: MemoryReport = functools.reduce(_added, reports)
         return total
 
     def __str__(self) -> str:

@@ -76,6 +76,18 @@ class Calibration:
                         f"{sizes(shape)}; {hint}"
                     )
 
+    def of_rank(self, model: ModelFacts, shapes_of: LayerShapes) -> Calibration:
+        """Return the tables of the heads that this rank holds: each tensor narrowed on the axes that cover heads."""
+        tensors = dict(self.tensors)
+        for layer in model.growing:
+            whole, part = shapes_of(layer), shapes_of(layer.part)
+            for name, shape in whole.items():
+                for axis, sizes_of_axis in enumerate(zip(shape, part[name], strict=True)):
+                    if len(set(sizes_of_axis)) > 1:
+                        key = f"{layer.index}.{name}"
+                        tensors[key] = model.shards.part(tensors[key], axis)
+        return Calibration(tensors, self.provenance)
+
     def write(self, path: Path) -> None:
         """Write the file atomically: a crash leaves the old file or none.
 

@@ -37,7 +37,7 @@ class Reached:
         scores = scores.masked_fill(~(seen & self.real[:, None])[:, None, None], -torch.inf).flatten(0, 1)
         weights = self.call.softmax(scores).nan_to_num(0.0)
         per_head: Tensor = weights.unflatten(0, (store.batch, -1))
-        return per_head.mean(dim=(1, 2))
+        return self.call.layer.shards.mean(per_head.mean(dim=(1, 2)))
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the attention `[B, w, m]` of all tokens in blocks of `w`, and the mask `[B, w]` of real tokens not free."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,12 +13,14 @@ from torch import Tensor
 
 from kvpress.cache.rewrite import put_before
 from kvpress.core.checks import check_finite
+from kvpress.core.gathered import gather_scored, own_counts
 from kvpress.core.protection import warn
 from kvpress.core.recipe import Eviction, Rewritten
 from kvpress.core.refit import CodecAt, Target, refit, targets
 from kvpress.core.scoring import Scored
 from kvpress.observe.appended import BEHIND, waiting
 from kvpress.observe.call import LayerCall
+from kvpress.observe.shards import Shards
 from kvpress.observe.view import View, view_groups
 
 Mean = Callable[[View, float, float], tuple[int, int]]
@@ -48,26 +51,46 @@ def evict(
         codec: maps a layer to the codec that seals its pairs afterwards.
         rows: rows to evict from, None for all.
     """
-    row_by_row = step.allocator.scope == "cache"
+    shards = calls[0].layer.shards
+    # Rows that hold equally many pairs on one rank may differ on another, so ranks take rows one by one.
+    row_by_row = step.allocator.scope == "cache" or shards.is_divided
     cuts = [Cut(call, step, row_by_row, free, rows) for call in calls]
     for layers in zip(*(cut.views for cut in cuts), strict=True):
         groups = [Group(views, mean, step, free) for views in layers]
-        if len({len(group.views) for group in groups}) > 1:
+        if len({len(group.views) for group in groups}) > 1 or (shards.is_divided and not _all_even(shards, groups)):
             # Layers that share a budget are compared view by view, so view i must cover equally many heads in each layer.
             heads = [[head for view in views for head in view.per_head()] for views in layers]
             groups = [Group(views, mean, step, free) for views in heads]
         for cut, group in zip(cuts, groups, strict=True):
             cut.hold(group)
         _share_out(cuts, groups, step)
-    shortened = set().union(*(cut.shortened for cut in cuts))
+    for cut in cuts:
+        cut.shortened_anywhere = set().union(*shards.gather_objects(cut.shortened))
+    shortened = set().union(*(cut.shortened_anywhere for cut in cuts))
     for cut in cuts:
         cut.apply(codec, shortened)
 
 
+def _all_even(shards: Shards, groups: Sequence[Group]) -> bool:
+    """Whether all heads of a layer, those of other ranks included, store equally many pairs."""
+    lengths = [
+        sorted({(view.length, older.length) for view, older in zip(group.views, group.older, strict=True)})
+        for group in groups
+    ]
+    return all(len(of_layer) == 1 for of_layer in lengths) and all(
+        others == lengths for others in shards.gather_objects(lengths)
+    )
+
+
 def _share_out(cuts: Sequence[Cut], groups: Sequence[Group], step: Eviction) -> None:
     """Choose the pairs that stay in the rows of `groups`, one group for each layer."""
-    scored = [item for group in groups for item in group.scored(step)]
-    chosen = iter(zip(scored, shares(step, groups, scored), strict=True))
+    shards, layers = groups[0].views[0].call.layer.shards, [group.scored(step) for group in groups]
+    scored = [item for items in layers for item in items]
+    if shards.is_divided and not step.allocator.by_head:
+        counts = own_counts(shards, layers, shares(step, groups, gather_scored(shards, layers)))
+    else:
+        counts = list(shares(step, groups, scored))
+    chosen = iter(zip(scored, counts, strict=True))
     for cut, group in zip(cuts, groups, strict=True):
         for view in group.views:
             cut.mark(view, *next(chosen))
@@ -78,7 +101,10 @@ def shares(step: Eviction, groups: Sequence[Group], scored: Sequence[Scored]) ->
     """Return the number of evictable pairs that stay in each view; None for all."""
     means = [group.views[0].target for group in groups for _ in group.views]
     mean = round(sum(means) / len(means))
-    if step.allocator.keeps_all([view.length for group in groups for view in group.views], mean):
+    lengths = (
+        groups[0].views[0].call.layer.shards.gather_objects([view.length for group in groups for view in group.views])
+    )
+    if step.allocator.keeps_all(list(itertools.chain(*lengths)), mean):
         return [None] * len(scored)
     settled = sum(group.settled for group in groups) / len(groups)
     remaining = mean - round(settled)
@@ -106,6 +132,9 @@ class Group:
         rows, heads = len(views[0].rows), sum(view.shape[1] for view in views)
         stored = sum(view.shape[1] * view.length for view in views) / heads
         evictable = sum(int(mask.sum()) for mask in marked) / (heads * rows) if self.limited else stored
+        shards = views[0].call.layer.shards
+        if self.limited:
+            stored, evictable = _means(shards, stored, evictable)
         target, available = mean(views[0], stored, evictable)
         newest = round(target * step.recent)
         self.views = [replace(view, target=target, available=available, hidden=hidden) for view in views]
@@ -119,6 +148,7 @@ class Group:
             self.settled = (
                 sum((view.length - n) * view.shape[1] for view, n in zip(self.views, counts, strict=True)) / heads
             )
+            (self.settled,) = _means(shards, self.settled)
             ranks = [mask.nonzero()[:, 2].view(*mask.shape[:2], n) for mask, n in zip(marked, counts, strict=True)]
             self.older = [view.pairs(index) for view, index in zip(self.views, ranks, strict=True)]
         self.settled += waiting(views[0].call) if step.beside else 0
@@ -141,6 +171,11 @@ class Group:
         """Clear the references of views to each other, so that memory is freed without the garbage collector."""
         for view in (*self.older, *self.views):
             view.group = []
+
+
+def _means(shards: Shards, *numbers: float) -> list[float]:
+    """Return the means over ranks of numbers per head; ranks hold equally many heads."""
+    return [sum(of_ranks) / shards.count for of_ranks in zip(*shards.gather_objects(numbers), strict=True)]
 
 
 def shortened_rows(older: Scored, counts: int | Tensor | None) -> list[int]:
@@ -181,6 +216,9 @@ class Cut:
         self.rewritten: list[tuple[View, Tensor, Rewritten]] = []
         self.refitted: dict[int, Target] = {}
         self.shortened: set[int] = set()
+        """Rows that lose pairs in heads of this rank."""
+        self.shortened_anywhere: set[int] = set()
+        """Rows that lose pairs in heads of any rank."""
 
     def _keep_all_but(self, rows: Sequence[int]) -> None:
         """Mark all pairs of the rows that are not evicted from."""
@@ -217,7 +255,7 @@ class Cut:
         self._count()
         if self.step.among is None:
             self._restart()
-        if self.shortened:
+        if self.shortened_anywhere:
             self.store.evict(self.masks, self.call.tokens.mask, self.opened)
         if self.rewritten:
             self._rewrite()
@@ -230,7 +268,7 @@ class Cut:
         """Store the targets of rows, and count their generated tokens from here on; not if an allocator kept all of a row."""
         for group in self.groups:
             view = group.views[0]
-            rows = [row for row in view.rows if row in self.shortened or not self.step.allocator.decides]
+            rows = [row for row in view.rows if row in self.shortened_anywhere or not self.step.allocator.decides]
             before = enumerate(self.store.targets)
             self.store.targets = [view.target if row in rows else target for row, target in before]
             self.store.restart_count(rows)
@@ -240,7 +278,7 @@ class Cut:
         for group in self.groups:
             view = group.views[0]
             if self.step.allocator.decides:
-                counts = {row: self._kept(row) for row in view.rows if row in self.shortened}
+                counts = {row: self._kept(row) for row in view.rows if row in self.shortened_anywhere}
             elif self.step.among is None:
                 counts = dict.fromkeys(view.rows, view.target)
             else:
@@ -251,12 +289,18 @@ class Cut:
         return self.masks[row * self.store.heads : (row + 1) * self.store.heads]
 
     def _kept(self, row: int) -> int:
-        """Return the number of marked pairs of a row, averaged over its heads."""
-        return sum(int(mask.sum()) for mask in self._masks(row)) // self.store.heads
+        """Return the number of marked pairs of a row, averaged over the heads of all ranks."""
+        return self._mean(sum(int(mask.sum()) for mask in self._masks(row)))
 
     def _evicted(self, row: int) -> int:
         """Return the number of unmarked pairs of a row, averaged over its heads."""
-        return sum(int((~mask).sum()) for mask in self._masks(row)) // self.store.heads
+        return self._mean(sum(int((~mask).sum()) for mask in self._masks(row)))
+
+    def _mean(self, pairs: int) -> int:
+        """Return the number of pairs per head, from the number of pairs of all heads of this rank."""
+        shards = self.call.layer.shards
+        total: int = sum(shards.gather_objects(pairs))
+        return total // (shards.count * self.store.heads)
 
     def _put_beside(self, rows: set[int]) -> None:
         """Insert the pairs that were read behind the prompt into the heads of some rows."""

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from kvpress.observe.shards import UNDIVIDED, Shards
 
 GROWING = ("full_attention", "hybrid")
 """Kinds of cache layers that store a pair for every token; `hybrid` layers also store a state of fixed size."""
@@ -43,6 +45,19 @@ class LayerFacts:
     """Rotary function of the model, `(vectors, cos, sin)` to vectors; None without RoPE or a loaded model."""
     angles: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
     """Maps `(like, positions)` to `(cos, sin)`; None without RoPE or a loaded model."""
+    shards: Shards = UNDIVIDED
+    """Ranks among which the query and KV heads are divided (tensor parallel)."""
+
+    @property
+    def held_heads(self) -> int:
+        """KV heads that this rank stores."""
+        return self.kv_heads // self.shards.count
+
+    @property
+    def part(self) -> LayerFacts:
+        """The layer with the heads of this rank only."""
+        count = self.shards.count
+        return replace(self, heads=self.heads // count, kv_heads=self.held_heads, shards=UNDIVIDED)
 
     @property
     def pair_dim(self) -> int:
@@ -91,6 +106,11 @@ class ModelFacts:
     def loaded(self) -> bool:
         """Whether the model has weights, not a configuration only."""
         return self.weights is not None
+
+    @property
+    def shards(self) -> Shards:
+        """Ranks among which the heads of every layer are divided."""
+        return self.layers[0].shards if self.layers else UNDIVIDED
 
     @property
     def growing(self) -> tuple[LayerFacts, ...]:

@@ -45,6 +45,8 @@ class Allocator:
     """The allocator computes the number of pairs itself and ignores the mean."""
     by_layer = False
     """Layers may get different numbers of pairs, though `counts` is called layer by layer."""
+    by_head = False
+    """The number of pairs of a head follows from its own pairs, so that heads of other ranks are not gathered."""
 
     def keeps_all(self, lengths: Sequence[int], mean: int) -> bool:
         """Whether views of these `lengths` (pairs per head) keep all pairs; False where only `counts` can decide."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Protocol
@@ -59,7 +60,7 @@ def check_numbers(scores: Tensor, name: str, view: View) -> None:
     if not bool(is_nan.any()):
         return
     row, head, slot = is_nan.nonzero()[0].tolist()
-    first = view.heads.indices(view.call.store.heads)[0]
+    first = view.model_heads.start
     raise FloatingPointError(
         f"NaN in {name}, layer {view.layer}, row {view.rows[row]}, head {first + head}, position "
         f"{int(view.positions[row, head, slot])}: return -inf for pairs that should go first"
@@ -134,6 +135,13 @@ class Scored:
         if tuple(mask.shape) != shape:
             raise ValueError(f"{name}.choose must return a mask of shape {shape}, got {tuple(mask.shape)}")
         return mask
+
+    def share(self, measure: Callable[[Scored, int | Tensor], Tensor], counts: int | Tensor = 0, /) -> Tensor:
+        """Return `measure(self, counts)`, numbers `[b, h, ...]` about heads.
+
+        Allocators measure through this function, because heads may be on other ranks (`kvpress.core.gathered`).
+        """
+        return measure(self, counts)
 
     def put(self, array: Tensor, target: Tensor) -> Tensor:
         """Write `array [b, h, n]`, a number for each pair of `view`, into `target [b, h, m]`, which covers all pairs.

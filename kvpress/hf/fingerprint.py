@@ -12,6 +12,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from kvpress.core.calibration import SHAPES, identify
 from kvpress.hf.models import facts_of
+from kvpress.hf.shards import shards_of
 
 _VOLATILE = (
     "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache", "pad_token_id", "bos_token_id",
@@ -21,9 +22,11 @@ _VOLATILE = (
 
 
 def configuration(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the non-default settings of a model's decoder that affect its cache."""
+    """Return the non-default settings of a model's decoder that affect its cache, and the heads of a tensor-parallel rank."""
     settings = model.config.get_text_config(decoder=True).to_diff_dict()
     kept = {name: value for name, value in settings.items() if name not in _VOLATILE and not name.startswith("_")}
+    if (shards := shards_of(model)).is_divided:
+        kept["heads"] = f"those of rank {shards.rank} of {shards.count}"
     plain: dict[str, Any] = json.loads(json.dumps(kept, default=str, sort_keys=True))
     return plain
 

@@ -33,6 +33,7 @@ from transformers.utils import CONFIG_NAME, logging
 from kvpress.core.model import VISION, LayerFacts, ModelFacts
 from kvpress.hf.model_files import folder_of
 from kvpress.hf.positions import positions_of
+from kvpress.hf.shards import shards_of
 from kvpress.hf.weights import digest_of_weights
 from kvpress.observe.call import rotary_parts
 
@@ -284,6 +285,8 @@ def cached_layers(model: PreTrainedModel, modules: Sequence[nn.Module]) -> list[
     Configurations may have another number of heads than a layer, as in sliding layers of MiMo-V2-Flash.
     """
     layers = config_layers(model.config.get_text_config(decoder=True)) if modules else []
+    shards = shards_of(model)
+    layers = [replace(layer, shards=shards) for layer in layers]
     for module in modules:
         index = cache_place(module)
         if index < len(layers):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 FEWEST, MOST = 1024, 2**18
@@ -45,7 +46,7 @@ def digest_of_weights(model: nn.Module, with_head: bool = False) -> str:
         if isinstance(tensor, str):
             digest.update(tensor.encode())
             continue
-        for plain in _plain_tensors(tensor):
+        for plain in _plain_tensors(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor):
             if plain.is_meta:
                 raise ValueError(
                     f"{name} has no values (it is on the meta device), so this model cannot be identified: load its "

@@ -15,6 +15,7 @@ from kvpress.cache.codec import Sealing
 from kvpress.cache.rotation import Rotation
 from kvpress.cache.selection import Selection
 from kvpress.cache.store import KVStore
+from kvpress.observe.shards import UNDIVIDED, Shards
 
 Phase = Literal["prefill", "decode"]
 Cells = Callable[[int], Tensor]
@@ -81,6 +82,8 @@ class AttentionLayer:
     """Expands cached latents to keys and values; None where the module caches keys and values."""
     reads_itself: bool = False
     """Whether the module reads the cache in code of its own, so that queries are unavailable, `[B, H, Q, 0]`."""
+    shards: Shards = UNDIVIDED
+    """Ranks among which the heads are divided; tensors of a call hold the heads of this rank."""
 
 
 @dataclass

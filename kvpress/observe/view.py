@@ -88,6 +88,24 @@ class View:
         return [row * heads + head for row in self.rows for head in range(*self.heads.indices(heads))]
 
     @property
+    def device(self) -> torch.device:
+        """Device of the pairs."""
+        return self.positions.device
+
+    @property
+    def model_heads(self) -> slice:
+        """KV heads of the view as numbered in the model, where tensor parallel divides the heads among ranks."""
+        return self.call.layer.shards.heads(self.heads, self.call.store.heads)
+
+    def mean_of_heads(self, tensor: Tensor) -> Tensor:
+        """Return the mean `[b, 1, ...]` of `tensor [b, h, ...]` over heads, those of other ranks included.
+
+        A view of some of the heads of this rank has the mean of these.
+        """
+        mean = tensor.mean(dim=1, keepdim=True)
+        return self.call.layer.shards.mean(mean) if self.shape[1] == self.call.store.heads else mean
+
+    @property
     def groups(self) -> int:
         """Query heads per KV head."""
         self.call.need("its query heads")
@@ -125,7 +143,8 @@ class View:
     def numbers(self, seed: int = 0) -> Tensor:
         """Return uniform random numbers `[b, h, n]` that depend on layer, length, head, position and seed only."""
         generator = torch.Generator().manual_seed(seed + 1_000_003 * self.layer + self.seen)
-        uniform = torch.rand(self.call.store.heads, self.seen, generator=generator)[self.heads]
+        heads = self.call.store.heads * self.call.layer.shards.count
+        uniform = torch.rand(heads, self.seen, generator=generator)[self.model_heads]
         return uniform.to(self.positions.device).expand(len(self.rows), -1, -1).gather(2, self.positions)
 
     def recorded(self, request: Wanted, fill: bool = False) -> Tensor:

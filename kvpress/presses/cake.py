@@ -13,7 +13,6 @@ from kvpress.core.checks import Count, NotNegative, Positive
 from kvpress.core.recipe import Allocator, evenly
 from kvpress.core.registry import Exemption, register
 from kvpress.core.scoring import Scored
-from kvpress.observe.view import View
 from kvpress.presses.snapkv import SnapKVPress
 
 
@@ -55,14 +54,20 @@ class CAKEPress(SnapKVPress):
     def worth(self, weights: Tensor) -> Tensor:
         return super().worth(weights) + self.gamma * shift(weights)
 
-    def preference(self, view: View, width: int) -> Tensor:
-        """Return the preference of a row's layer, a scalar in float64: the layer's budget is proportional to it."""
-        sums = torch.zeros(2, dtype=torch.float64, device=view.positions.device)
-        for weights in self.older_attention(view, width):
-            sums += torch.stack(
-                [terms.sum(dtype=torch.float64) for terms in (torch.special.entr(weights), shift(weights))]
-            )
-        return sums[0] ** (1 / self.tau1) * sums[1] ** (1 / self.tau2)
+    def spreads(self, scored: Scored, width: int | Tensor) -> Tensor:
+        """Return the entropy and the variance of a row's attention to its older pairs, `[1, h, 2]`, float64 on the host."""
+        view = scored.whole
+        sums = [
+            torch.stack([terms.sum(dtype=torch.float64) for terms in (torch.special.entr(weights), shift(weights))])
+            for weights in self.older_attention(view, int(width))
+        ]
+        return torch.stack(sums)[None].cpu()
+
+    def preference(self, spreads: Tensor) -> Tensor:
+        """Return the preference of a row's layer, a scalar: the layer's budget is proportional to it."""
+        entropy, variance = spreads.sum(dim=(0, 1))
+        preference: Tensor = entropy ** (1 / self.tau1) * variance ** (1 / self.tau2)
+        return preference
 
 
 def shift(weights: Tensor) -> Tensor:
@@ -81,7 +86,10 @@ class ByPreference(Allocator):
         windows = [min(self.press.window_size, item.view.length) for item in scored]
         if mean * len(scored) <= sum(windows):
             return evenly(scored, mean)
-        weights = [self.press.preference(item.whole, width).cpu() for item, width in zip(scored, windows, strict=True)]
+        weights = [
+            self.press.preference(item.share(self.press.spreads, width))
+            for item, width in zip(scored, windows, strict=True)
+        ]
         limits = [item.view.length - width for item, width in zip(scored, windows, strict=True)]
         shares = share_out(mean * len(scored) - sum(windows), torch.stack(weights), torch.tensor(limits))
         return [width + share for width, share in zip(windows, shares, strict=True)]

@@ -65,7 +65,7 @@ class WholeChunks(ScorerAround):
             memo["order"] = self._order(view.group or [view], list(memo["scores"].values()))
         score = memo["scores"][id(view)]
         chunk = memo["order"].gather(1, self._chunks(view)).view(score.shape)
-        within = ranks(_worst_if_opposed(score.mean(1, keepdim=True)))
+        within = ranks(_worst_if_opposed(view.mean_of_heads(score)))
         # Ranks instead of scores, since float32 represents them exactly.
         return ranks((chunk * view.length + within).double()).float()
 
@@ -82,6 +82,7 @@ class WholeChunks(ScorerAround):
             chunk = self._chunks(view)
             total.scatter_add_(1, chunk, score.flatten(1).double())
             count.scatter_add_(1, chunk, torch.ones_like(chunk, dtype=count.dtype))
+        total, count = group[0].call.layer.shards.sum(torch.stack([total, count]))
         return ranks(_worst_if_opposed(total / count))  # a chunk without pairs is 0 / 0 and ranks lowest
 
 

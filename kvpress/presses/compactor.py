@@ -85,8 +85,8 @@ class CompactorPress(ScorerPress):
         """Return the sum of both terms over the columns start .. stop - 1, infinite elsewhere."""
         weight = 1 - view.target / view.seen if self.blending is None else self.blending
         between = view.pairs(torch.arange(start, stop, device=view.positions.device).expand(*view.shape[:2], -1))
-        scores = weight * standardised(leverage(between, self.sketch_dimension))
-        scores += standardised(chunk_attention(between, self.wants[0], weigh_values=weigh_values))
+        scores = weight * standardised(between, leverage(between, self.sketch_dimension))
+        scores += standardised(between, chunk_attention(between, self.wants[0], weigh_values=weigh_values))
         return pad(scores, (start, view.length - stop), value=torch.inf)
 
 
@@ -105,7 +105,8 @@ class PlainCompactor(ByScore):
         return self.press.blend(view, weigh_values=False)
 
 
-def standardised(scores: Tensor) -> Tensor:
-    """Return `scores [b, h, n]` less the mean of each row, divided by the standard deviation of the row."""
-    centred = scores - scores.mean(dim=(1, 2), keepdim=True)
-    return centred / centred.square().mean(dim=(1, 2), keepdim=True).sqrt().clamp_min(torch.finfo(scores.dtype).tiny)
+def standardised(view: View, scores: Tensor) -> Tensor:
+    """Return `scores [b, h, n]` of a view less the mean of each row, divided by the standard deviation of the row."""
+    centred = scores - view.mean_of_heads(scores.mean(dim=2, keepdim=True))
+    square = view.mean_of_heads(centred.square().mean(dim=2, keepdim=True))
+    return centred / square.sqrt().clamp_min(torch.finfo(scores.dtype).tiny)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from kvpress.cache import attention
 from kvpress.core.checks import NotNegative, Share
@@ -153,7 +154,8 @@ def output_weight(module: nn.Module) -> Tensor | None:
     for name in OUTPUTS:
         weight = getattr(getattr(module, name, None), "weight", None)
         if isinstance(weight, Tensor) and weight.dim() == 2 and weight.is_floating_point():
-            return weight
+            # Under tensor parallel, a rank has the columns of its own query heads.
+            return weight.to_local() if isinstance(weight, DTensor) else weight
     return None
 
 

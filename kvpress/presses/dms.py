@@ -136,6 +136,7 @@ class AboveThreshold(Allocator):
 
     ragged = True
     decides = True
+    by_head = True
 
     def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
         del mean

@@ -91,10 +91,12 @@ class DuoAttentionPress(StreamingHeadsPress):
         (key,) = self.measured
         observers = [obs for call in prefill.calls if (obs := call.store.observers[key]).streaming is None]
         if observers:
+            shards = prefill.calls[0].layer.shards
             scores = torch.stack([observer.means() for observer in observers], dim=1)
+            scores = torch.cat(shards.gather(scores), dim=2)
             masks = torch.stack([lowest(row, self.head_compression_ratio) for row in scores], dim=1)
             for observer, streaming in zip(observers, masks, strict=True):
-                observer.decide(streaming)
+                observer.decide(shards.part(streaming, 1))
 
 
 def in_sample(positions: Tensor) -> Tensor:

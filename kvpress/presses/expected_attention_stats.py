@@ -105,7 +105,7 @@ class ExpectedAttentionStatsPress(ExpectedAttentionPress):
         tensors, rows = self.measured().tensors, view.call.store.batch
 
         def of_layer(name: str) -> Tensor:
-            tensor = tensors[f"{view.call.layer.index}.{name}"].to(view.keys.device)
+            tensor = view.call.layer.shards.part(tensors[f"{view.call.layer.index}.{name}"]).to(view.keys.device)
             return view.query_heads(tensor.expand(rows, *tensor.shape))
 
         return of_layer("mean"), of_layer("covariance")

@@ -42,7 +42,8 @@ class Gates(Observer, ABC):
     def observe(self, call: LayerCall) -> None:
         window, (name,) = call.store.window, self.sides
         with torch.no_grad():
-            new = self.values(call.hidden_states, call.layer.index).transpose(1, 2).float()
+            values = self.values(call.hidden_states, call.layer.index)
+            new = call.layer.shards.part(values, 2).transpose(1, 2).float()
         old: Any = window.side.get(name)
         shape = (*new.shape[:2], window.length)
         recorded = torch.zeros(shape, device=new.device) if old is None else old.clone()

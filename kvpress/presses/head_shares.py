@@ -12,7 +12,6 @@ from torch import Tensor
 
 from kvpress.core.recipe import Allocator, evenly
 from kvpress.core.scoring import Scored
-from kvpress.observe.view import View
 from kvpress.presses.cake import share_out
 
 
@@ -29,8 +28,8 @@ class HeadShares(Allocator):
     ragged = True
 
     @abstractmethod
-    def weights(self, views: Sequence[View]) -> list[Tensor]:
-        """Return the weight of each head of the views of a row, in all layers: `[h]` per view, float64, above 0."""
+    def weights(self, scored: Sequence[Scored]) -> list[Tensor]:
+        """Return the weight of each head of the items of a row, in all layers: `[h]` per item, float64, above 0."""
 
     def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
         heads = [item.view.shape[1] for item in scored]
@@ -39,12 +38,10 @@ class HeadShares(Allocator):
         if surplus <= 0:
             return evenly(scored, mean)
         lengths = [item.view.length for item in scored for _ in range(item.view.shape[1])]
-        weights = torch.cat([weights.cpu() for weights in self.weights([item.whole for item in scored])])
+        weights = torch.cat([weights.cpu() for weights in self.weights(scored)])
         shares = share_out(surplus, weights, torch.tensor(lengths) - torch.tensor(windows))
         counts = torch.tensor(windows) + torch.tensor(shares)
-        return [
-            count[None].to(item.view.positions.device) for count, item in zip(counts.split(heads), scored, strict=True)
-        ]
+        return [count[None].to(item.view.device) for count, item in zip(counts.split(heads), scored, strict=True)]
 
     def within_layers(self) -> Allocator:
         return Allocator()

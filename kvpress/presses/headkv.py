@@ -17,7 +17,7 @@ from kvpress.core.checks import Count, Odd, Positive
 from kvpress.core.model import ModelFacts
 from kvpress.core.recipe import Recipe
 from kvpress.core.registry import EVERY_SUITE, Exemption, Refusal, register
-from kvpress.observe.view import View
+from kvpress.core.scoring import Scored
 from kvpress.presses.duo_attention import DuoAttentionPress
 from kvpress.presses.head_shares import HeadShares
 from kvpress.presses.head_table import read_head_table
@@ -137,11 +137,11 @@ class ByTable(HeadShares):
     beta: float
     power: float
 
-    def weights(self, views: Sequence[View]) -> list[Tensor]:
+    def weights(self, scored: Sequence[Scored]) -> list[Tensor]:
         if self.scores is None:
             raise ValueError("HeadKVPress needs the scores of all layers: use it inside `with press(model)`")
-        layers = sorted({view.layer for view in views})
+        layers = sorted({item.view.layer for item in scored})
         raised = self.scores[layers] ** self.power
         shares = 1 - 1 / self.beta + raised * (raised.numel() / (self.beta * raised.sum()))
         rows = dict(zip(layers, shares, strict=True))
-        return [rows[view.layer][view.heads] for view in views]
+        return [rows[item.view.layer][item.view.model_heads] for item in scored]

@@ -182,6 +182,7 @@ class Enhanced(Repetition):
                 positions = member.positions.flatten(1)
                 sums[0].scatter_add_(1, positions, scores.flatten(1))
                 sums[1].scatter_add_(1, positions, torch.ones_like(scores).flatten(1))
+            sums = view.call.layer.shards.sum(sums)
             view.memo[key] = sums[0] / sums[1].clamp_min(1)
         mean: Tensor = view.memo[key][:, None].expand(-1, view.shape[1], -1)
         return self._head_scores(view) + mean.gather(2, view.positions)

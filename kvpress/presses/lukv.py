@@ -150,6 +150,7 @@ class Along(Allocator):
 
     ragged = True
     by_layer = True
+    by_head = True
 
     def keeps_all(self, lengths: Sequence[int], mean: int) -> bool:
         return False  # some layers keep less than the mean
@@ -165,7 +166,7 @@ class Along(Allocator):
         curves = [curve_of(self.curve, layer) for layer in self.layers]
         kept = shares(torch.cat(curves, dim=1), 1 - view.target / view.available, view.available, self.minimum)
         layer_counts: Tensor = kept.split([curve.shape[1] for curve in curves])[self.layers.index(view.layer)]
-        count = (layer_counts[view.heads] - fixed).clamp(0, view.length)
+        count = (layer_counts[view.model_heads] - fixed).clamp(0, view.length)
         return count.to(view.positions.device).expand(view.shape[:2])
 
 

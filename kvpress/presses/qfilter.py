@@ -98,7 +98,7 @@ class QFilterPress(ScorerPress):
         layer_filters = (
             filters.tensors[f"{view.layer}.filter"] if isinstance(filters, Calibration) else filters[NAME][view.layer]
         )
-        head_filters = layer_filters[view.heads].to(view.keys.device, torch.float32)
+        head_filters = layer_filters[view.model_heads].to(view.keys.device, torch.float32)
         return -torch.einsum("bhnd,hd->bhn", view.keys.float(), head_filters)
 
     @staticmethod

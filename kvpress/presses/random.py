@@ -33,4 +33,6 @@ class RandomPress(ScorerPress):
         if self.seed is not None:
             generator = torch.Generator().manual_seed(self.seed + 1_000_003 * view.layer + view.seen)
         # All rows share one draw, so that a row's choice does not depend on the other rows of the batch.
-        return torch.rand(view.shape[1:], generator=generator).to(view.positions.device).expand(view.shape[0], -1, -1)
+        shards = view.call.layer.shards
+        uniform = torch.rand(view.shape[1] * shards.count, view.length, generator=generator)
+        return shards.part(uniform).to(view.positions.device).expand(view.shape[0], -1, -1)

@@ -85,6 +85,11 @@ class RestoreKVPress(KVzipPress):
         recipe = super().recipe(model)
         if model is None or not model.loaded or self.amount.keeps_all:
             return recipe
+        if model.shards.is_divided:
+            raise NotImplementedError(
+                f"RestoreKVPress adds an adapter to whole projections, and tensor parallel divides those of {model.name} among "
+                f"{model.shards.count} ranks; use kvzip, or load the model without tp_plan"
+            )
         restore = self.learned(model)
         (step,) = recipe.evictions
         scoring = step.prepare

@@ -136,6 +136,7 @@ class GeneratedShare(Allocator):
     """Generated tokens after which a growing budget grows by one."""
 
     decides = True
+    by_head = True
 
     def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
         return [self._of(item) for item in scored]

@@ -25,6 +25,9 @@ from kvpress.observe.spans import SPANS, Mark, Piece, PositionRanges, Span, Span
 from kvpress.observe.view import View
 from kvpress.presses.protect import ranges_in, unknown, vocabulary_of
 
+SHOTS = "kept shots"
+"""Key of the mask of kept pairs in the memo of a view, beside the first head of the view."""
+
 
 @register(
     "shotkv",
@@ -141,7 +144,7 @@ class WindowAttention(ByScore):
         return torch.cat(attention_weights, dim=1)
 
     def choose(self, scored: Scored, counts: int | Tensor) -> Tensor:
-        kept: Tensor = scored.view.memo[id(scored.view)]
+        kept: Tensor = scored.view.memo[SHOTS, scored.view.heads.start]
         return kept
 
 
@@ -159,18 +162,26 @@ class BestShots(Allocator):
         starts = torch.tensor([start for start, _ in new_spans(self.rule, call)[row]])
         if not len(starts):
             return [item.view.length for item in scored]
-        shots = [
-            torch.bucketize(item.view.positions, starts.to(item.view.positions.device), right=True) - 1
-            for item in scored
-        ]
+        shots = [shots_of(item.view, starts) for item in scored]
         totals, sizes = torch.zeros(2, len(starts), dtype=torch.float64)
         for item, shot in zip(scored, shots, strict=True):
             totals.index_add_(0, shot.flatten().cpu(), item.scores.flatten().double().cpu())
             sizes.index_add_(0, shot.flatten().cpu(), torch.ones(shot.numel(), dtype=torch.float64))
         kept = best_that_fit(totals / sizes.clamp_min(1), sizes, mean * sum(item.view.shape[1] for item in scored))
-        for item, shot in zip(scored, shots, strict=True):
-            item.view.memo[id(item.view)] = kept.to(shot.device)[shot]
-        return [item.view.memo[id(item.view)].sum(dim=2) for item in scored]
+
+        def mark(own: Scored, _: int | Tensor) -> Tensor:
+            """Store the mask of the pairs of kept shots for `choose`; return their number in each head."""
+            view = own.view
+            mask = kept.to(view.device)[shots_of(view, starts)]
+            view.memo[SHOTS, view.heads.start] = mask
+            return mask.sum(dim=2)
+
+        return [item.share(mark) for item in scored]
+
+
+def shots_of(view: View, starts: Tensor) -> Tensor:
+    """Return the number of the shot of each pair of a view, `[b, h, n]`; shots begin at the positions `starts`."""
+    return torch.bucketize(view.positions, starts.to(view.device), right=True) - 1
 
 
 def best_that_fit(scores: Tensor, sizes: Tensor, room: float) -> Tensor:

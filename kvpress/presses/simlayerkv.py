@@ -74,9 +74,14 @@ class LazyLayers(Allocator):
 
     def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
         windows = [item.scores >= item.view.seen - self.recent for item in scored]
-        attention_weights = [attention_on(item.whole, self.queries, self._in_window(item)) for item in scored]
+        attention_weights = [item.share(self._attention) for item in scored]
         is_lazy = torch.cat(attention_weights, dim=1).mean(dim=1).clamp_max(1) > self.threshold
         return [torch.where(is_lazy[:, None], in_window.sum(dim=2), in_window.shape[2]) for in_window in windows]
+
+    def _attention(self, scored: Scored, counts: int | Tensor) -> Tensor:
+        """Return the attention `[b, h]` to sinks and recent tokens."""
+        del counts
+        return attention_on(scored.whole, self.queries, self._in_window(scored))
 
     def _in_window(self, scored: Scored) -> Tensor:
         """Mark sinks and recent tokens among all pairs `[b, h, n]`."""

@@ -56,7 +56,7 @@ class SparseDLLMPress(ScorerPress):
     def scores(self, view: View) -> Tensor:
         """Return scores `[b, h, n]`, infinite in the block."""
         queries = view.newest_queries(*self.wants).float().mean(dim=2).unflatten(1, (view.shape[1], -1)).mean(dim=2)
-        worth = torch.einsum("bhd,bhnd->bhn", queries, view.keys.float()).mean(dim=1)
+        worth = view.mean_of_heads(torch.einsum("bhd,bhnd->bhn", queries, view.keys.float()))[:, 0]
         newest = 0 if view.call.tokens.around else min(self.block_length, view.length)
         older = worth[:, : view.length - newest]
         if older.shape[1]:

@@ -128,7 +128,7 @@ class StreamingHeadsPress(BasePress):
         if table is None:
             return None
         chosen = lowest(table.values, self.head_compression_ratio)[view.call.layer.index]
-        return chosen.expand(view.call.store.batch, -1)
+        return view.call.layer.shards.part(chosen).expand(view.call.store.batch, -1)
 
 
 @dataclass(frozen=True)
@@ -160,6 +160,7 @@ class Windows(Allocator):
 
     ragged = True
     decides = True
+    by_head = True
 
     def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
         return [self._of_view(item.view) for item in scored]

@@ -38,6 +38,6 @@ class TOVAPress(ScorerPress):
     def scores(self, view: View) -> Tensor:
         """Return scores `[b, h, n]`, the same for every head, infinite for the newest token."""
         weights = view.attention(view.newest_queries(*self.wants)).squeeze(3)
-        scores = weights.mean(dim=(1, 2), keepdim=True).squeeze(2).repeat(1, view.shape[1], 1)
+        scores = view.mean_of_heads(weights.mean(dim=2)).repeat(1, view.shape[1], 1)
         scores[..., -1] = torch.inf
         return scores

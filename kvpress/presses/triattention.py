@@ -76,8 +76,9 @@ class TriAttentionPress(ScorerPress):
             statistics = view.observer(CENTRES).means(list(range(rows)))
         else:
             tensors, device = self._file().tensors, view.positions.device
+            part = view.call.layer.shards.part
             statistics = tuple(
-                tensors[f"{view.layer}.{name}"].to(device).expand(rows, -1, -1) for name in ("mean", "size")
+                part(tensors[f"{view.layer}.{name}"]).to(device).expand(rows, -1, -1) for name in ("mean", "size")
             )
         return view.query_heads(statistics[0]), view.query_heads(statistics[1])
 

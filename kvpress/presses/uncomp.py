@@ -17,6 +17,7 @@ from kvpress.core.checks import Count, Range, Share
 from kvpress.core.model import ModelFacts
 from kvpress.core.recipe import Allocator, Recipe
 from kvpress.core.registry import Exemption, register
+from kvpress.core.scoring import Scored
 from kvpress.observe.observer import Wanted
 from kvpress.observe.queries import SampledQueries
 from kvpress.observe.view import View
@@ -119,8 +120,9 @@ class ByEntropy(HeadShares):
     """Press with the settings."""
 
     @torch.no_grad()
-    def weights(self, views: Sequence[View]) -> list[Tensor]:
-        entropies = [self.press.entropies(view) for view in views]
+    def weights(self, scored: Sequence[Scored]) -> list[Tensor]:
+        entropies = [item.share(self._entropies)[0] for item in scored]
+        views = [item.view for item in scored]
         layers = sorted({view.layer for view in views})
         layer_entropies = [
             torch.cat([e for e, view in zip(entropies, views, strict=True) if view.layer == at]) for at in layers
@@ -131,7 +133,12 @@ class ByEntropy(HeadShares):
             at: factor * self.groups(heads.mean(dim=1))
             for at, factor, heads in zip(layers, stage, layer_entropies, strict=True)
         }
-        return [weights[view.layer][view.heads] for view in views]
+        return [weights[view.layer][view.model_heads] for view in views]
+
+    def _entropies(self, scored: Scored, counts: int | Tensor) -> Tensor:
+        """Return the entropies `[1, h, G]` of the query heads of one row."""
+        del counts
+        return self.press.entropies(scored.whole)[None]
 
     def stages(self, entropies: Sequence[float]) -> Tensor:
         """Return the stage of every layer, float64, counted from 0."""

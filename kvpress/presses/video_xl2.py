@@ -334,6 +334,7 @@ class AsPooled(Allocator):
 
     ragged = True
     decides = True
+    by_head = True
 
     def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
         del mean

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from pathlib import Path
 from typing import ClassVar
@@ -27,6 +28,8 @@ class CalibratedPress(QuantisingPress):
     calibration: str | None
 
     method: ClassVar[str]
+    _rank_tables: ClassVar[Calibration | None] = None
+    """Tables of the heads of this rank, of a copy that serves one; None for the tables of the file."""
     tables: ClassVar[str] = "tables"
     """Noun for the content of a file, used in messages."""
 
@@ -41,7 +44,9 @@ class CalibratedPress(QuantisingPress):
         return calibration.given_or_shipped(self.calibration, self.shipped_as)
 
     def found(self) -> Calibration:
-        """Read the calibration file."""
+        """Read the calibration file, or return the tables of the heads of this rank."""
+        if self._rank_tables is not None:
+            return self._rank_tables
         if self.calibration is None and not self.source.is_file():
             raise ValueError(
                 f"no {self.tables} are shipped for {self}; make a file with `kvpress calibrate --method {self.method}` and "
@@ -50,8 +55,13 @@ class CalibratedPress(QuantisingPress):
         return calibration.read(self.source, self.method)
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
+        if model is not None and model.shards.is_divided and self._rank_tables is None:
+            self.found().check(self.method, model, self.source, self.held)
+            part = copy.copy(self)
+            vars(part)["_rank_tables"] = self.found().of_rank(model, self.held)
+            return part.recipe(model)
         recipe = super().recipe(model)
-        if model is not None:
+        if model is not None and self._rank_tables is None:
             self.check_settings(self.found())
             self.found().check(self.method, model, self.source, self.held)
             for layer in model.layers if model.loaded else ():

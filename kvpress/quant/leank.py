@@ -105,7 +105,7 @@ class LeanKPress(BasePress):
         ):
             count = rounded(float(mask.sum()) / len(scale), self.align, scale.shape[1])
             order = scale.argsort(dim=1, descending=True, stable=True)
-            kept[layer] = order[:, :count].sort(dim=1).values.to(torch.int16)
+            kept[layer] = model.shards.part(order)[:, :count].sort(dim=1).values.to(torch.int16)
         return kept
 
 

@@ -52,7 +52,9 @@ class ChannelTable:
             file.check(METHOD, model, path, _shapes)
             scores = {layer.index: file.tensors[f"{layer.index}.{key}"].double() for layer in model.growing}
         return cls({
-            layer.index: descending(scores[layer.index].view(layer.kv_heads, -1, layer.head_dim).sum(dim=1))
+            layer.index: layer.shards.part(
+                descending(scores[layer.index].view(layer.kv_heads, -1, layer.head_dim).sum(dim=1))
+            )
             for layer in model.growing
         })  # fmt: skip
 

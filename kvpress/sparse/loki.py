@@ -90,7 +90,7 @@ class LokiPress(SelectorPress):
         """Return the directions `[H, D, D]` of the keys of every layer, by falling variance."""
         file = calibration.read(path, METHOD)
         file.check(METHOD, model, path, _shapes)
-        return file.tensors
+        return {name: model.shards.part(tensor) for name, tensor in file.tensors.items()}
 
 
 def _shapes(layer: LayerFacts) -> dict[str, tuple[int, ...]]:

@@ -93,7 +93,8 @@ class MInferencePress(EstimatedPress):
             heads = HeadPatterns.alike(prompt.queries.shape[1], LINES, self.vertical, self.slash)
         else:
             tensors = calibration.read(self.calibration, METHOD).tensors
-            heads = HeadPatterns(*(tensors[f"{layer}.{name}"].long() for name in ("kind", "vertical", "slash")))
+            part = (lambda table: table) if prompt.call is None else prompt.call.layer.shards.part
+            heads = HeadPatterns(*(part(tensors[f"{layer}.{name}"]).long() for name in ("kind", "vertical", "slash")))
         return self.tiles_of(heads, prompt)
 
     def tiles_of(self, heads: HeadPatterns, prompt: PromptTensors) -> Tiles:

@@ -86,6 +86,8 @@ class ZipVLPress(PatternPress):
             return logits.masked_fill(future, -torch.inf).softmax(dim=-1).sum(dim=(1, 2))[:, None]
 
         received = per_head(prompt, mass).sum(dim=1)
+        if prompt.call is not None:
+            received = prompt.call.layer.shards.sum(received)
         ranked = received.sort(dim=-1, descending=True).values
         short = ranked.cumsum(dim=-1) < self.tau * received.sum(dim=-1, keepdim=True)
         share = self.max_density if self.wide else self.max_density**0.5

@@ -189,9 +189,9 @@ class Arriving:
                 raise ValueError("its number of pairs differs from the description")
             if facts := self._facts.get(index):
                 shape = (store.heads, store.window.keys.shape[3])
-                if facts.declared and not state["columns"] and shape != (facts.kv_heads, facts.head_dim):
+                if facts.declared and not state["columns"] and shape != (facts.held_heads, facts.head_dim):
                     raise ValueError(
-                        f"it has {shape[0]} kv heads of {shape[1]}, not {facts.kv_heads} of {facts.head_dim}"
+                        f"it has {shape[0]} kv heads of {shape[1]}, not {facts.held_heads} of {facts.head_dim}"
                     )
             return
         if "store" in state:

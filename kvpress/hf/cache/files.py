@@ -275,7 +275,7 @@ def _check_cache(cache: DynamicCache, model: PreTrainedModel) -> None:
             raise ValueError(f"keys and values of different lengths were assigned to layer {index} of the cache")
         facts, store = layer_facts.get(index), layer.store
         if store is not None and facts is not None and facts.declared and not layer.columns:
-            shape, expected = (store.heads, store.window.keys.shape[3]), (facts.kv_heads, facts.head_dim)
+            shape, expected = (store.heads, store.window.keys.shape[3]), (facts.held_heads, facts.head_dim)
             if shape != expected:
                 raise ValueError(
                     f"layer {index} of the cache has {shape[0]} kv heads of {shape[1]}, and this model has "

@@ -15,7 +15,8 @@ from transformers.configuration_utils import PreTrainedConfig
 from kvpress.core.model import GROWING, LayerFacts
 from kvpress.core.recipe import Recipe
 from kvpress.hf.cache.adoption import check_adopted
-from kvpress.hf.models import CACHE, NO_PAIRS, cache_among, cache_place, decoder_of, layer_types
+from kvpress.hf.models import CACHE, NO_PAIRS, cache_among, cache_place, cached_layers, decoder_of, layer_types
+from kvpress.hf.shards import obstacle
 from kvpress.kernels.cpu import build, launch
 from kvpress.observe.spans import SPANS
 
@@ -59,6 +60,9 @@ def _obstacle(model: Any, modules: Sequence[Any]) -> str | None:
     parameters = inspect.signature(decoder_of(model).forward).parameters
     if "input_ids" in parameters and not {CACHE, "use_cache"} <= set(parameters):
         return f"takes no cache of keys and values (`{CACHE}`), so there is nothing to compress"
+    layers = cached_layers(model, modules)
+    if (reason := obstacle(model, [layer.kv_heads for layer in layers if layer.grows])) is not None:
+        return reason
     cache_indices = [cache_place(module) for module in modules]
     growing = [
         cache_index for cache_index in cache_indices if cache_index < len(kinds) and kinds[cache_index] in GROWING
@@ -373,10 +377,10 @@ def _check_cache_shape(cache: Cache, expected: Sequence[LayerFacts]) -> None:
         raise ValueError(f"the cache has {num_layers} layers but the model has {layers}; use one cache per model")
     for index, (layer, shape) in enumerate(zip(cache.layers, expected, strict=False)):
         keys = _held_keys(layer)
-        if keys is not None and shape.declared and (keys.shape[1], keys.shape[3]) != (shape.kv_heads, shape.head_dim):
+        if keys is not None and shape.declared and (keys.shape[1], keys.shape[3]) != (shape.held_heads, shape.head_dim):
             raise ValueError(
                 f"the cache belongs to another model: its layer {index} holds {keys.shape[1]} kv heads of dimension "
-                f"{keys.shape[3]}, this model has {shape.kv_heads} of dimension {shape.head_dim}"
+                f"{keys.shape[3]}, this model has {shape.held_heads} of dimension {shape.head_dim}"
             )
 
 

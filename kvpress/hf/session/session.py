@@ -175,6 +175,7 @@ class Session(BaseSession):
             rotary_angles=facts.angles,
             expand=self_caching.expanded(module),
             reads_itself=self.reads_itself,
+            shards=facts.shards,
         )
 
     @property
