@@ -42,6 +42,7 @@ EXAMPLES = {
     "reselect": "kvpress reselect --model reference --context 1024 --samples 8",
     "lm-eval": "kvpress lm-eval --model reference --tasks gsm8k --press none --press snapkv:0.5",
     "demo": "kvpress demo --out runs/demo",
+    "doctor": "kvpress doctor",
 }
 """One example per command."""
 

@@ -39,6 +39,17 @@ def cache_dirs() -> list[Path]:
     return [*([Path(base) / "kvpress"] if os.path.isabs(base) else []), temporary]
 
 
+def triton_cache_dir() -> Path:
+    """Folder in which triton stores compiled kernels: ``$TRITON_CACHE_DIR``, by default ``~/.triton``."""
+    return Path(os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton"))
+
+
+def hub_cache_dir() -> Path:
+    """Folder of downloaded models: ``$HF_HUB_CACHE``, else ``$HF_HOME/hub``, by default ``~/.cache/huggingface/hub``."""
+    home = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
+    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
+
+
 def cxx_compiler() -> str | None:
     """C++ compiler of ``CXX``, or None."""
     return os.environ.get("CXX") or None

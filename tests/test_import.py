@@ -99,8 +99,8 @@ def imports(path: Path) -> set[str]:
 
 RANKS = (
     "env", "signals", "counts", "packages", "kernels", "cache", "observe", "core", "presses", "quant", "sparse",
-    "calibrate", "hf", "diffusion", "speculation", "compat", "attention_patch", "utils", "pipeline", "plan", "terminal", "cli",
-    "testing",
+    "calibrate", "hf", "diffusion", "speculation", "compat", "attention_patch", "utils", "pipeline", "plan", "terminal",
+    "doctor", "cli", "testing",
 )  # fmt: skip
 """Rooms of the library, lowest first: a module imports its own room and the rooms before it."""
 

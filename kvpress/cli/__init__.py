@@ -22,6 +22,7 @@ from kvpress import __version__
 from kvpress.cli.caches import ask_command, compress_command, info_command
 from kvpress.cli.calibrate import calibrate_command
 from kvpress.cli.console import UNWRITABLE, App, fail, new_console, shown, tokens
+from kvpress.cli.doctor import doctor_command
 from kvpress.core.registry import ORDER, STATUSES
 from kvpress.terminal import Name
 
@@ -261,3 +262,4 @@ app.command("calibrate")(calibrate_command)
 app.command("compress")(compress_command)
 app.command("ask")(ask_command)
 app.command("info")(info_command)
+app.command("doctor")(doctor_command)
