@@ -131,8 +131,8 @@ def _other_owners() -> Iterator[str]:
 def _installation() -> str:
     """Return how kvpress is installed: from a wheel, as an editable checkout, or from a folder without metadata."""
     folder = Path(__file__).parent.parent
-    found = _distribution()
-    if found is None or not Path(str(found.locate_file("kvpress"))).exists():
+    installed = _distribution()
+    if installed is None or not Path(str(installed.locate_file("kvpress"))).exists():
         return f"from the folder {_short(folder)}"
     return f"installed in {_short(folder)}"
 
@@ -201,13 +201,13 @@ def _gpus(problems: list[str]) -> tuple[Gpu, ...]:
 
         if not torch.cuda.is_available():
             return ()
-        found = []
+        gpus = []
         for index in range(torch.cuda.device_count()):
             facts = torch.cuda.get_device_properties(index)
             kernels = device.kernels_of(torch.device("cuda", index))
             is_measured = any(name in facts.name for name in MEASURED_GPUS)
-            found.append(Gpu(facts.name, facts.total_memory, kernels, is_measured))
-        return tuple(found)
+            gpus.append(Gpu(facts.name, facts.total_memory, kernels, is_measured))
+        return tuple(gpus)
     except Exception as error:  # a broken driver or package may raise any error
         problems.append(f"torch cannot list the GPUs: {type(error).__name__}: {error}")
         return ()

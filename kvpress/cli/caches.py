@@ -69,7 +69,8 @@ def ask_command(
     """Answer questions from a compressed cache in a file; the text is not read again."""
     with shown():
         from kvpress.cache.report import format_bytes
-        from kvpress.hf.cache.files import cache_info, load
+        from kvpress.hf.cache.files import load
+        from kvpress.hf.cache.info import cache_info
         from kvpress.hf.generation.ask import ask
 
         info = cache_info(cache)
@@ -101,12 +102,13 @@ def info_command(
     verify: Annotated[bool, typer.Option("--verify", help="Read the whole file and check its digests.")] = False,
 ) -> None:
     """Print contents, model and press of a file with a compressed cache."""
-    with shown():
-        from kvpress.cache.container import open_file
-        from kvpress.hf.cache.files import cache_info
+    with shown(models=False):
+        from kvpress.hf.cache.info import cache_info
 
         typer.echo(cache_info(cache))
         if verify:
+            from kvpress.cache.container import open_file
+
             open_file(cache)
             typer.echo("all digests match")
 

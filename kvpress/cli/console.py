@@ -39,14 +39,16 @@ def tokens(name: str, help: str, least: int = 1) -> Any:
 
 
 @contextmanager
-def shown() -> Iterator[None]:
+def shown(models: bool = True) -> Iterator[None]:
     """Print errors of files, models and presses as one line, and silence the progress output of libraries.
 
+    Commands that use no model pass `models=False`, so that transformers is not imported.
     Exit codes are those of `docs/reliability.md`: 3 if a model or file cannot be read, else 2.
     """
-    from kvpress.hf.models import quiet
+    if models:
+        from kvpress.hf.config import quiet
 
-    quiet()
+        quiet()
     try:
         yield
     except (

@@ -29,38 +29,40 @@ def doctor_command(
     """
     from kvpress.doctor import diagnose
 
-    found = diagnose()
-    typer.echo(json.dumps(asdict(found), indent=1) if as_json else "\n".join(screen(found)))
-    if found.problems:
+    diagnosis = diagnose()
+    typer.echo(json.dumps(asdict(diagnosis), indent=1) if as_json else "\n".join(screen(diagnosis)))
+    if diagnosis.problems:
         raise typer.Exit(1)
 
 
-def screen(found: Diagnosis) -> Iterator[str]:
+def screen(diagnosis: Diagnosis) -> Iterator[str]:
     """Yield the lines of a diagnosis, at most 80 columns wide."""
     from kvpress.cache.report import format_bytes
 
     def size(count: int | None, missing: str = "absent") -> str:
         return missing if count is None else format_bytes(count)
 
-    yield from _line("kvpress", found.kvpress)
-    yield from _line("Python", f"{found.python} on {found.system}")
-    yield from _line("packages", ", ".join(f"{name} {number or '-'}" for name, number in found.versions.items()))
-    yield from _line("processor", found.processor)
-    kernels = found.kernels
+    yield from _line("kvpress", diagnosis.kvpress)
+    yield from _line("Python", f"{diagnosis.python} on {diagnosis.system}")
+    yield from _line("packages", ", ".join(f"{name} {number or '-'}" for name, number in diagnosis.versions.items()))
+    yield from _line("processor", diagnosis.processor)
+    kernels = diagnosis.kernels
     yield from _line("kernels", f"{kernels.level or 'plain torch'} ({kernels.origin})")
     yield from _line("compiler", kernels.compiler or "none")
-    for gpu in found.gpus:
+    for gpu in diagnosis.gpus:
         yield from _line("GPU", f"{gpu.name}, {format_bytes(gpu.memory)}, {gpu.kernels}")
-    if not found.gpus:
+    if not diagnosis.gpus:
         yield from _line("GPU", "none that torch can use")
-    for part in found.unmeasured:
+    for part in diagnosis.unmeasured:
         yield from _line("unmeasured", part)
-    yield from _line("memory", f"{size(found.memory, 'unknown')}, available {size(found.free_memory, 'unknown')}")
-    for folder in found.folders:
+    yield from _line(
+        "memory", f"{size(diagnosis.memory, 'unknown')}, available {size(diagnosis.free_memory, 'unknown')}"
+    )
+    for folder in diagnosis.folders:
         yield from _line("folder", f"{folder.path} ({folder.purpose}): {size(folder.size)}")
-    for problem in found.problems:
+    for problem in diagnosis.problems:
         yield from _line("PROBLEM", problem)
-    if not found.problems:
+    if not diagnosis.problems:
         yield from _line("problems", "none")
 
 

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from kvpress.hf.config import load_config
 from kvpress.hf.model_files import folder_of, reference_path
-from kvpress.hf.models import load_config, parameters_of_config
+from kvpress.hf.models import parameters_of_config
 from kvpress.hf.positions import check_positions
 from kvpress.hf.weights import digest_of_weights
 from kvpress.plan import Geometry
