@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 app = App(
     name="kvpress",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Compress the key-value cache of language models, and measure what it saves and costs.",

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -36,6 +36,9 @@ def tokens(name: str, help: str, least: int = 1) -> Any:
             raise typer.BadParameter(str(error)) from None
 
     return typer.Option(help=help, parser=parse, metavar="TOKENS")
+
+
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1; auto takes a GPU if there is one.")]
 
 
 @contextmanager

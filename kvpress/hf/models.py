@@ -245,6 +245,23 @@ def load_tokenizer(path: str) -> Any:
     return AutoTokenizer.from_pretrained(path)
 
 
+def device_named(name: str) -> torch.device:
+    """Return a device by name; `auto` is the first GPU if there is one, else the CPU.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device must be auto, cpu, cuda or cuda:1, got {name!r}") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device {name!r}: torch finds {torch.cuda.device_count()} GPUs; use auto or cpu")
+    return device
+
+
 def auto_class(config: PreTrainedConfig) -> Any:
     """Return the auto class that builds a model from its configuration: causal language, or image-text-to-text."""
     causal = type(config) in AutoModelForCausalLM._model_mapping
