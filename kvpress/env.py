@@ -23,6 +23,11 @@ def wheel_levels() -> str:
     return os.environ.get("KVPRESS_WHEEL_LEVELS") or "all"
 
 
+def repository() -> str | None:
+    """Address of the repository from ``KVPRESS_REPOSITORY``, for the links of the README in a package; None without one."""
+    return os.environ.get("KVPRESS_REPOSITORY") or None
+
+
 def user() -> int:
     """User id of this process; 0 if the system has no user ids."""
     return os.getuid() if hasattr(os, "getuid") else 0
