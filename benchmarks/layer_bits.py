@@ -7,7 +7,7 @@ The table is calibrated on other texts than those that are read. It is compared 
 ways to share them between keys and values where they are not an integer, and with the reversed table: the first layer gets the
 bits of the last one. Printed are the mean divergence from the full cache along the tokens after a context of 1024, and the
 difference to the first row of the same average with its 95% interval over texts. The table is written into
-`docs/quantisation.md`.
+`docs/lab/codecs-layers.md`.
 """
 
 from __future__ import annotations

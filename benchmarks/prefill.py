@@ -188,7 +188,7 @@ def write(out: Path, rows: dict[str, dict[str, float]], keep: bool, sizes: dict[
 
 
 def markdown(rows: dict[str, dict[str, float]]) -> str:
-    """Return the table of docs/eviction.md, with the time of a decoded token where all rows have one."""
+    """Return the table of docs/lab/prefill-cost.md, with the time of a decoded token where all rows have one."""
     rows = {spec: row for spec, row in rows.items() if spec != SHARED}
     decoded = all("token_ms" in row for row in rows.values())
     lines = [

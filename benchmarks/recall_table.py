@@ -3,6 +3,7 @@
 
     python benchmarks/recall_table.py benchmarks/results/recall_smollm2_1024.json
     python benchmarks/recall_table.py FILE ... --figure docs/recall_sizes.png
+    python benchmarks/recall_table.py FILE --codecs --figure docs/codecs_smollm2.png
 
 Without a figure, each length of each file is printed as a Markdown table, as in `docs/real-models.md`. The figure shows the
 divergence from the full cache against the size, for the first length of all files; the files must have the same contexts.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +28,25 @@ LEAST = 5e-4
 """Smallest divergence of the axis, nats."""
 
 
+CODEC = re.compile(r"(kivi|rotated|turboquant):bits=\d")
+"""Spec of a codec alone, whose name is the first group."""
+LABELLED = (
+    "kvzip:0.5", "kvzip:0.75", "kivi:bits=4", "kivi:bits=2", "turboquant:bits=3", "snapkv:0.5", "keydiff:0.5",
+    "expected_attention:0.5,epsilon=0.02", "quest:budget=128,page_size=4", "budgeted(compactor):smaller=10",
+)  # fmt: skip
+"""Presses whose points have names; more names would overlap at the width of a page."""
+
+
 def main() -> None:
     """Print the tables of files, or draw their figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--figure", type=Path, help="PNG to write")
+    parser.add_argument("--codecs", action="store_true", help="draw codecs alone, against held bits for each value")
     options = parser.parse_args()
     records = [json.loads(path.read_text()) for path in options.files]
     if options.figure is not None:
-        write_figure(options.figure, draw, joined(records), 9.0)
+        write_figure(options.figure, draw_codecs if options.codecs else draw, joined(records), 9.0)
         return
     for record in records:
         for cell in record["cells"]:
@@ -66,7 +78,7 @@ def draw(study: dict[str, Any], figure: Figure) -> None:
         xscale="log",
         yscale="log",
         xlabel="times smaller",
-        ylabel="KL to the full cache, nats (dot: mean, dash: worst context)",
+        ylabel="KL to the full cache, nats",
     )
     rows = [row for row in study["rows"] if row["press"] != "none"]
     ours = sorted((row for row in rows if row["press"].startswith("frontier")), key=lambda row: row["factor"])
@@ -77,14 +89,37 @@ def draw(study: dict[str, Any], figure: Figure) -> None:
         axes.plot([row["factor"]] * 2, [mean, worst], color=colour, linewidth=0.8, alpha=0.6)
         axes.plot(row["factor"], mean, "o", color=colour, markersize=7 if row in ours else 4, zorder=4)
         axes.plot(row["factor"], worst, "_", color=colour)
-        name = row["press"] if len(row["press"]) <= 42 else f"{row['press'][:39]}..."
-        axes.annotate(name, (row["factor"], mean), (5, 3), textcoords="offset points", fontsize=6.5, color=colour)
+        if row in ours or row["press"] in LABELLED:
+            where = (row["factor"], mean)
+            axes.annotate(row["press"], where, (7, 4), textcoords="offset points", fontsize=10, color=colour)
     axes.set_xlim(right=1.8 * max(row["factor"] for row in rows))
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xticks([1, 2, 5, 10, 20, 50])
     axes.grid(color=GRID, linewidth=0.5)
-    axes.set_title(f"{study['model']}, {study['length']} tokens, question unseen", fontsize=9)
+    axes.set_title(
+        f"{study['model']}, {study['length']} tokens, question unseen. Blue: frontier; grey: other presses. "
+        "Dot: mean; dash: worst context",
+        fontsize=10,
+    )
+
+
+def draw_codecs(study: dict[str, Any], figure: Figure) -> None:
+    """Draw one line for each codec that was measured alone, its divergence against the held bits for each value."""
+    axes = figure.subplots()
+    axes.set(yscale="log", xlabel="held bits for each value (full cache: 16)", ylabel="KL to the full cache, nats")
+    lines: dict[str, list[dict[str, Any]]] = {}
+    for row in study["rows"]:
+        if match := CODEC.fullmatch(row["press"]):
+            lines.setdefault(match[1], []).append(row)
+    for colour, (name, rows) in zip(COLOURS, sorted(lines.items()), strict=False):
+        points = sorted((16 / row["factor"], row["kl_mean"], row["press"]) for row in rows)
+        axes.plot([bits for bits, *_ in points], [mean for _, mean, _ in points], "o-", color=colour, label=name)
+        for bits, mean, press in points:
+            axes.annotate(press, (bits, mean), (7, 5), textcoords="offset points", fontsize=10, color=colour)
+    axes.margins(x=0.25)
+    axes.grid(color=GRID, linewidth=0.5)
+    axes.set_title(f"{study['model']}, {study['length']} tokens, question unseen, every pair kept", fontsize=10)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -20,10 +20,10 @@ from kvpress_eval.console import app
 import kvpress
 from kvpress.core.checks import Range, allowed
 from kvpress.core.press import BasePress, ComposedPress, Wrapping
-from kvpress.core.registry import STATUSES, Entry
+from kvpress.core.registry import ORDER, STATUSES, Entry, Role
 
 DOCS = Path(__file__).parent
-GENERATED = ("presses", "commands", "api")
+GENERATED = ("presses", "commands", "api", "internals")
 NOTE = "<!-- Written by docs/generate.py from the code. -->"
 
 EXAMPLES = {
@@ -43,6 +43,7 @@ EXAMPLES = {
     "reselect": "kvpress reselect --model reference --context 1024 --samples 8",
     "lm-eval": "kvpress lm-eval --model reference --tasks gsm8k --press none --press snapkv:0.5",
     "demo": "kvpress demo --out runs/demo",
+    "doctor": "kvpress doctor",
 }
 """One example per command."""
 
@@ -85,15 +86,29 @@ _ROLES = {
 }
 
 
+_HEADINGS: dict[Role, str] = {
+    "baseline": "Baselines",
+    "evict": "Keep fewer pairs",
+    "budget": "Budgets of layers and heads",
+    "schedule": "When to evict, and combinations",
+    "quantise": "Store pairs in fewer bits",
+    "select": "Read fewer pairs in a decode step",
+    "prefill": "Compute part of the attention of a prompt",
+}
+"""Headings of the table of methods."""
+
+
 def pages() -> dict[str, str]:
     """Return the text of every generated page by its path below this folder."""
     entries = kvpress.list_presses()
     texts = {f"presses/{entry.name}.md": press_page(entry) for entry in entries}
-    texts["presses/README.md"] = methods_page(entries)
+    texts["methods.md"] = methods_page(entries)
+    texts["presses/README.md"] = properties_page(entries)
+    texts["internals/suites.md"] = suites_page(entries)
     commands = _commands()
     texts |= {f"commands/{name}.md": command_page(name, command) for name, command in commands.items()}
     texts |= api_pages(entries)
-    texts["README.md"] = index_page(entries, commands)
+    texts["README.md"] = index_page(entries, commands, texts)
     return {name: text.rstrip() + "\n" for name, text in texts.items()}
 
 
@@ -120,57 +135,84 @@ def press_page(entry: Entry) -> str:
         parts += ["## Differs from the paper", _linked(doc.differs, entry)]
     if entry.refuses:
         parts += ["## Refused", _table(("spec", "why"), [(_code(item.spec), item.why) for item in entry.refuses])]
-    if entry.exempt:
-        rows = [(item.suite, item.settings or "any", item.why) for item in entry.exempt]
-        parts += ["## Left out of the suites of all presses", _table(("suite", "settings", "why"), rows)]
-    parts.append("All methods in one table, and the inputs that every press refuses: [README.md](README.md).")
+    parts.append("All methods: [methods.md](../methods.md). Inputs that every press refuses: [README.md](README.md).")
     return "\n\n".join(parts)
 
 
 def methods_page(entries: Sequence[Entry]) -> str:
-    """Return the table of all methods, with their exemptions and refusals."""
-    columns = (
-        "press",
-        "role",
-        "status",
-        "acts on",
-        "in `decoding(...)`",
-        "heads differ",
-        "needs",
-        "left out of",
-        "paper",
-    )
-    rows, exempt, refused = [], [], []
+    """Return the table of all methods by role: press, what it does, status, paper."""
+    parts = [
+        "# Methods",
+        NOTE,
+        "Each press has a page with its formula, its arguments and its differences from the paper. Wrappers, written with "
+        "`(...)`, change another press. `kvpress list` prints this table, and `kvpress list --status recommended` the presses "
+        "to begin with.",
+        "Status: " + "; ".join(f"**{name}**: {meaning}" for name, meaning in STATUSES.items()) + ".",
+    ]
+    for role in ORDER:
+        rows = [
+            (
+                f"[`{entry.name}{'(...)' if issubclass(entry.press, Wrapping) else ''}`](presses/{entry.name}.md)",
+                entry.summary,
+                entry.status,
+                _cited(entry.paper),
+            )
+            for entry in entries
+            if entry.role == role
+        ]
+        parts += [f"## {_HEADINGS[role]}", _table(("press", "what it does", "status", "paper"), rows)]
+    parts += [
+        "## What every press refuses",
+        "\n".join(f"- {text}" for text in ALL_REFUSE),
+        "What a press refuses besides, and which tokens each acts on: [properties of all presses](presses/README.md).",
+    ]
+    return "\n\n".join(parts)
+
+
+def properties_page(entries: Sequence[Entry]) -> str:
+    """Return the table of the properties of all presses, and their refusals."""
+    columns = ("press", "acts on", "in `decoding(...)`", "heads differ", "needs")
+    rows, refused = [], []
     for entry in entries:
         name = f"[`{entry.name}`]({entry.name}.md)"
         press = kvpress.get_press(entry.example)
-        suites = "; ".join(dict.fromkeys(item.suite for item in entry.exempt))
         acts = ", ".join(phases(press)) or "nothing"
         inside = "yes" if allows_decoding(press) else ""
-        rows.append(
-            (name, entry.role, entry.status, acts, inside, _head_wise(entry), entry.needs, suites, _cited(entry.paper))
-        )
-        exempt += [(name, item.suite, item.settings or "any", item.why) for item in entry.exempt]
+        rows.append((name, acts, inside, _head_wise(entry), entry.needs))
         refused += [(name, _code(item.spec), item.why) for item in entry.refuses]
     return "\n\n".join(
         [
-            "# Methods",
+            "# Properties of all presses",
             NOTE,
-            "Each press has a page with its formula, its arguments and its differences from the paper. `acts on` names the "
-            "tokens that a press compresses by itself; a scorer acts on generated tokens too inside `decoding(...)`. Where "
-            "`heads differ` is yes, heads of a layer may keep different numbers of pairs, and storage is ragged.",
-            "Status: " + "; ".join(f"{name}: {meaning}" for name, meaning in STATUSES.items()) + ".",
+            "What each press does, with its status and paper: [methods.md](../methods.md). `acts on` names the tokens that a "
+            "press compresses by itself; a scorer acts on generated tokens too inside `decoding(...)`. Where `heads differ` "
+            "is yes, heads of a layer may keep different numbers of pairs, and storage is ragged. `needs` names a file that "
+            "`kvpress calibrate` makes ([calibration.md](../calibration.md)).",
             _table(columns, rows),
-            "## Left out of the suites of all presses",
-            "Every evicting press brings specs for these suites (`cases` at its registration): decoding equals "
-            "full attention with exactly the evicted pairs masked (mask oracle), padded rows equal rows alone, later turns, "
-            "chunked prefill, no state in the press, bytes held. The table lists exceptions and the tests that replace them:",
-            _table(("press", "suite", "settings", "why"), exempt),
             "## Refused",
             "Each of these raises an error that names the fix, as early as possible:",
             _table(("press", "spec", "why"), refused),
             "Every press refuses:",
             "\n".join(f"- {text}" for text in ALL_REFUSE),
+        ]
+    )
+
+
+def suites_page(entries: Sequence[Entry]) -> str:
+    """Return the presses that common test suites leave out, with the tests that replace them."""
+    rows = [
+        (f"[`{entry.name}`](../presses/{entry.name}.md)", item.suite, item.settings or "any", item.why)
+        for entry in entries
+        for item in entry.exempt
+    ]
+    return "\n\n".join(
+        [
+            "# Presses left out of common test suites",
+            NOTE,
+            "Every evicting press brings specs for these suites (`cases` at its registration): decoding equals full attention "
+            "with exactly the evicted pairs masked (mask oracle), padded rows equal rows alone, later turns, chunked prefill, "
+            "no state in the press, bytes held. The table lists exceptions and the tests that replace them:",
+            _table(("press", "suite", "settings", "why"), rows),
         ]
     )
 
@@ -190,7 +232,7 @@ def command_page(name: str, command: Any) -> str:
     if name in EXAMPLES:
         parts += ["For example:", f"```bash\n{EXAMPLES[name]}\n```"]
     if guide.exists():
-        parts.append(f"The guide, with its output explained: [{_heading(guide)}](../{guide.name}).")
+        parts.append(f"The guide, with its output explained: [{_heading(_written(guide.name))}](../{guide.name}).")
     if command.params:
         parts += [
             "## Options",
@@ -205,7 +247,8 @@ def api_pages(entries: Sequence[Entry]) -> dict[str, str]:
     """Return the pages that mkdocstrings fills on the site, by their path."""
     names = sorted((name, module) for module, names in kvpress._EXPORTS.items() for name in names)
     about = "Signatures and docstrings of {}; `make docs` reads them from the code when it builds the site."
-    package = [f"::: {module}.{name}" for name, module in names]
+    based = {f"kvpress.{path}" for paths in BASES.values() for path in paths}
+    package = [f"::: {path}" for name, module in names if (path := f"{module}.{name}") not in based]
     bases = [
         part for title, paths in BASES.items() for part in (f"## {title}", *(f"::: kvpress.{path}" for path in paths))
     ]
@@ -213,36 +256,55 @@ def api_pages(entries: Sequence[Entry]) -> dict[str, str]:
     return {
         f"api/{page}.md": "\n\n".join([f"# {title}", NOTE, about.format(subject), *directives])
         for page, title, subject, directives in (
-            ("package", "The package", "the public names of `kvpress`", package),
+            ("package", "The package", "the public names of `kvpress`, without base classes and presses", package),
             ("base", "Base classes", "the classes that your own method extends", bases),
             ("presses", "Press classes", "the classes of all presses", presses),
         )
     }
 
 
-def index_page(entries: Sequence[Entry], commands: Iterable[str]) -> str:
-    """Return the list of all pages, those written by hand first."""
-    guides = sorted(path for path in DOCS.glob("*.md") if path.name != "README.md")
-    extend, api = (
-        [f"- [{_heading(path)}]({folder}/{path.name})" for path in sorted((DOCS / folder).glob("*.md"))]
-        for folder in ("extend", "api")
-    )
-    lists = {
-        "Guides": [
-            *(f"- [{_heading(path)}]({path.name})" for path in guides),
-            "- [Notebooks](../notebooks/README.md)",
-        ],
-        "Write your own method": extend,
-        "API": api,
-        "Commands": [f"- [`kvpress {name}`](commands/{name}.md)" for name in sorted(commands)],
-        "Presses": [
-            "- [all methods in one table](presses/README.md)",
-            *(f"- [`{entry.name}`](presses/{entry.name}.md): {entry.summary}" for entry in entries),
-        ],
-    }
+def index_page(entries: Sequence[Entry], commands: Iterable[str], texts: Mapping[str, str]) -> str:
+    """Return the home of the site: install, example, words, and all pages in the order of the navigation.
+
+    `texts` has the generated pages.
+    """
+    readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    start = readme[readme.index("## Install") : readme.index("## Pick by goal")].replace("](docs/", "](")
+    lists = [
+        f"## {title}\n\n"
+        + "\n".join(f"- [{_heading(texts[name] if name in texts else _written(name))}]({name})" for name in names)
+        for title, names in sections().items()
+    ]
+    named = [
+        "## Commands\n\n" + "\n".join(f"- [`kvpress {name}`](commands/{name}.md)" for name in sorted(commands)),
+        "## Presses\n\n" + ", ".join(f"[`{entry.name}`](presses/{entry.name}.md)" for entry in entries),
+    ]
     return "\n\n".join(
-        ["# Documentation", NOTE, *(f"## {title}\n\n" + "\n".join(rows) for title, rows in lists.items())]
+        [
+            "# kvpress",
+            NOTE,
+            "Run longer contexts in less memory on unmodified Hugging Face models: evict, quantise and select the pairs of "
+            "their KV cache.",
+            "![divergence from the full cache against the size of the cache](recall_sizes.png)",
+            "SmolLM2-135M-Instruct, 1024 tokens, compressed before the questions are seen ([conditions](real-models.md)).",
+            start.strip(),
+            *lists,
+            "- [Notebooks](../notebooks/README.md)",
+            *named,
+        ]
     )
+
+
+def sections() -> dict[str, list[str]]:
+    """Return the pages of every section of the navigation in `mkdocs.yml`, the home left out."""
+    text = (DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8")
+    listed: dict[str, list[str]] = {}
+    for line in text[text.index("\nnav:\n") :].splitlines():
+        if heading := re.fullmatch(r"  - (\w[\w ]*):", line):
+            listed[heading[1]] = names = []
+        elif (page := re.fullmatch(r"      - (?:[^:]+: )?(\S+\.md)", line)) and not page[1].startswith("commands/"):
+            names.append(page[1])
+    return listed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,14 +332,36 @@ class Docstring:
 
 
 def meaning(press: type[Any], argument: str) -> str:
-    """Return the first sentence that begins with an argument, else one that names it, else an empty text."""
+    """Return the clause about an argument, else the sentence that begins with it or names it, else an empty text.
+
+    A clause begins with the argument and has a verb: "`n_sink` is 4 and `recent` the window" has one for `n_sink` alone, so
+    both arguments get the sentence. A sentence below the summary is preferred to the summary, which stands above the table.
+    """
     for base in press.__mro__:
         sentences = list(_sentences(base))
+        below = [*sentences[1:], *sentences[:1]]
         for form in (rf"`{argument}`", rf".*`[^`]*\b{argument}\b[^`]*`"):
-            for sentence in sentences:
+            for sentence in below:
                 if re.match(form, sentence):
-                    return sentence[:1].upper() + sentence[1:].rstrip(".:,")
+                    text = _clause(sentence, argument)
+                    return text[:1].upper() + text[1:].rstrip(".:,;")
     return ""
+
+
+def _clause(sentence: str, argument: str) -> str:
+    """Return the part of a sentence about an argument, if the sentence has a part for each of several arguments."""
+    clauses = re.split(r"(?:;|,? and|,)\s+(?=`\w+`\s)", sentence)
+    if len(clauses) == 1 or not all(_is_whole(clause) for clause in clauses):
+        return sentence
+    return next((clause for clause in clauses if clause.startswith(f"`{argument}`")), sentence)
+
+
+def _is_whole(clause: str) -> bool:
+    """Return whether a clause can stand alone: it begins with an argument, and a verb follows."""
+    return (
+        re.match(r"`\w+` (is|are|has|sets|gives|names|keeps|adds|limits|chooses|weighs|makes|turns|\w+s) \w", clause)
+        is not None
+    )
 
 
 def _sentences(base: type[Any]) -> Iterator[str]:
@@ -337,14 +421,11 @@ def _parameters(press: type[Any]) -> list[inspect.Parameter]:
 def _arguments(entry: Entry) -> list[tuple[str, str, str, str]]:
     rows: list[tuple[str, str, str, str]] = []
     choices = allowed(entry.press)
-    argument_of: dict[str, str] = {}
     for item in _parameters(entry.press):
         default = "required" if item.default is item.empty else _code(repr(item.default))
         keyword = ", keyword only" if item.kind is item.KEYWORD_ONLY else ""
         about = meaning(entry.press, item.name)
-        text = f"see {_code(argument_of[about])}" if about in argument_of else about
-        rows.append((_code(item.name), default + keyword, _allowed(choices.get(item.name, ())), text))
-        argument_of.setdefault(about, item.name)
+        rows.append((_code(item.name), default + keyword, _allowed(choices.get(item.name, ())), about))
     return rows
 
 
@@ -377,8 +458,12 @@ def _commands() -> dict[str, Any]:
     return dict(getattr(typer.main.get_command(app), "commands"))  # noqa: B009  # typer types it as Command, but it is a group
 
 
-def _heading(path: Path) -> str:
-    return path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+def _written(name: str) -> str:
+    return (DOCS / name).read_text(encoding="utf-8")
+
+
+def _heading(text: str) -> str:
+    return text.partition("\n")[0].removeprefix("# ")
 
 
 def _blocks(text: str) -> list[str]:

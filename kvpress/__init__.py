@@ -46,7 +46,8 @@ _EXPORTS = {
     "kvpress.diffusion.generate": ["Diffusion", "diffuse"],
     "kvpress.hf.cache.batching": ["join"],
     "kvpress.hf.cache.branches": ["branch"],
-    "kvpress.hf.cache.files": ["CacheInfo", "cache_info", "load", "save"],
+    "kvpress.hf.cache.files": ["load", "save"],
+    "kvpress.hf.cache.info": ["CacheInfo", "cache_info"],
     "kvpress.hf.cache.handover": ["receive", "send"],
     "kvpress.hf.model_files": ["reference_path"],
     "kvpress.hf.generation.pipeline": ["KVPressTextGenerationPipeline", "load_model"],
@@ -122,12 +123,12 @@ if TYPE_CHECKING:  # `as` exports a name to type checkers; at run time names loa
     from kvpress.diffusion.generate import diffuse as diffuse
     from kvpress.hf.cache.batching import join as join
     from kvpress.hf.cache.branches import branch as branch
-    from kvpress.hf.cache.files import CacheInfo as CacheInfo
-    from kvpress.hf.cache.files import cache_info as cache_info
     from kvpress.hf.cache.files import load as load
     from kvpress.hf.cache.files import save as save
     from kvpress.hf.cache.handover import receive as receive
     from kvpress.hf.cache.handover import send as send
+    from kvpress.hf.cache.info import CacheInfo as CacheInfo
+    from kvpress.hf.cache.info import cache_info as cache_info
     from kvpress.hf.cache.prefix_store import PrefixStore as PrefixStore
     from kvpress.hf.generation.parallel_prefill import parallel_prefill as parallel_prefill
     from kvpress.hf.generation.pipeline import KVPressTextGenerationPipeline as KVPressTextGenerationPipeline

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parse numbers of tokens, and format lists of values for messages."""
+"""Parse numbers of tokens and sizes in bytes, and format sizes and lists of values for messages."""
 
 from __future__ import annotations
 
@@ -32,3 +32,25 @@ def few(values: Iterable[Any]) -> str:
     if len(texts) <= 2 * _SHOWN:
         return ", ".join(texts)
     return f"{', '.join(texts[:_SHOWN])}, ... ({len(texts)} in all)"
+
+
+def parse_bytes(text: str, name: str = "limit") -> int:
+    """Parse a size in bytes, such as 4GB, 512MiB or 1000000; `name` is its name in messages.
+
+    Raises:
+        ValueError: `text` is not a size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT]?)B|([KMGT])iB)?\s*", text, re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"{name} must be a size such as 4GB, 512MiB or 300000, got {text!r}")
+    unit = (match[2] or match[3] or "").upper()
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(unit or " "))
+
+
+def format_bytes(size: float) -> str:
+    """Format a size with a binary unit."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"

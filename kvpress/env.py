@@ -23,6 +23,11 @@ def wheel_levels() -> str:
     return os.environ.get("KVPRESS_WHEEL_LEVELS") or "all"
 
 
+def repository() -> str | None:
+    """Address of the repository from ``KVPRESS_REPOSITORY``, for the links of the README in a package; None without one."""
+    return os.environ.get("KVPRESS_REPOSITORY") or None
+
+
 def user() -> int:
     """User id of this process; 0 if the system has no user ids."""
     return os.getuid() if hasattr(os, "getuid") else 0
@@ -37,6 +42,17 @@ def cache_dirs() -> list[Path]:
     temporary = Path(tempfile.gettempdir()) / f"kvpress-{user()}"
     # Without HOME, and for a user without a system account, expanduser leaves the ~ in the path.
     return [*([Path(base) / "kvpress"] if os.path.isabs(base) else []), temporary]
+
+
+def triton_cache_dir() -> Path:
+    """Folder in which triton stores compiled kernels: ``$TRITON_CACHE_DIR``, by default ``~/.triton``."""
+    return Path(os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton"))
+
+
+def hub_cache_dir() -> Path:
+    """Folder of downloaded models: ``$HF_HUB_CACHE``, else ``$HF_HOME/hub``, by default ``~/.cache/huggingface/hub``."""
+    home = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
+    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
 
 
 def cxx_compiler() -> str | None:

@@ -14,7 +14,7 @@ from kvpress.core.model import LayerFacts, ModelFacts
 from kvpress.core.press import BasePress
 from kvpress.core.recipe import Recipe
 from kvpress.core.spec import get_press
-from kvpress.hf.models import facts_of_config
+from kvpress.hf.config import facts_of_config
 
 LONGEST = 2**24
 """Longest context that `longest_context` tries, in tokens."""

@@ -21,7 +21,8 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 import kvpress
-from kvpress.cache import container
+from kvpress.cache import container, header
+from kvpress.cache.header import header_of
 from kvpress.core.press import BasePress
 from kvpress.observe.observer import Observer, Wanted
 from kvpress.quant.codebook import CodedSegment
@@ -286,7 +287,7 @@ def test_foreign_and_later_files_are_refused_by_a_sentence(tmp_path: Path, monke
         kvpress.load(tmp_path / "missing.kv", model)
     with pytest.raises(IsADirectoryError, match="this is a folder"):
         kvpress.load(tmp_path, model)
-    monkeypatch.setattr(container, "VERSION", 3)
+    monkeypatch.setattr(header, "VERSION", 3)
     with pytest.raises(ValueError, match=r"version '2'.*upgrade kvpress"):
         kvpress.load(path, model)
 
@@ -296,7 +297,7 @@ def test_a_file_that_goes_while_it_is_read_is_missing(tmp_path: Path) -> None:
     with path.open("rb") as file:
         path.unlink()
         with pytest.raises(FileNotFoundError):
-            container._header_of(file, path)
+            header_of(file, path)
 
 
 def test_another_model_is_refused_and_the_difference_named(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import kvpress
-from kvpress.cache import container
+from kvpress.cache import container, header
 from tests.caches import prefill
 from tests.models import tiny_model, tokens
 
@@ -42,13 +42,13 @@ def taken_apart(content: bytes) -> Tree:
 
 def crafted(content: bytes, tree: Tree, nested: str | None = None) -> bytes:
     """Return a file with this JSON and a right digest; `nested` writes `about` unchanged."""
-    metadata = {**tree["metadata"], **{name: json.dumps(tree[name]) for name in INNER}, "sha256": container.NO_DIGEST}
+    metadata = {**tree["metadata"], **{name: json.dumps(tree[name]) for name in INNER}, "sha256": header.NO_DIGEST}
     if nested is not None:
         metadata["about"] = nested
     text = json.dumps({"__metadata__": metadata, **tree["table"]}, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % 64)
-    zero = container._digest_field(container.NO_DIGEST)
-    text = text.replace(zero, container._digest_field(hashlib.sha256(text).hexdigest()), 1)
+    zero = header._digest_field(header.NO_DIGEST)
+    text = text.replace(zero, header._digest_field(hashlib.sha256(text).hexdigest()), 1)
     return len(text).to_bytes(8, "little") + text + content[8 + int.from_bytes(content[:8], "little") :]
 
 
@@ -206,7 +206,5 @@ def test_packed_data_cannot_exceed_its_declared_size(tmp_path: Path) -> None:
     frame = torch.frombuffer(bytearray(zstandard.ZstdCompressor().compress(bytes(10**7))), dtype=torch.uint8)
     with pytest.raises(ValueError, match="is packed from 10000000 bytes, not from 64"):
         container._unpacked(frame, torch.bfloat16, (32,))
-    header = container.Header(
-        {}, {"x": container.Place(torch.uint8, (9,), 0, 64, (torch.bfloat16, (10**9,)))}, [("x", 0, 64)]
-    )
-    assert header.held_bytes == 2 * 10**9
+    described = header.Header({}, {"x": header.Place("U8", (9,), 0, 64, ("BF16", (10**9,)))}, [("x", 0, 64)])
+    assert described.held_bytes == 2 * 10**9

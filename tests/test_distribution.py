@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import time
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kvpress_eval import console
@@ -107,3 +109,39 @@ def test_every_page_and_message_names_the_distribution() -> None:
         if wrong.search(line)
     ]
     assert not mentions
+
+
+def build_hooks() -> Any:
+    """Import `hatch_build.py`; its tests are skipped without hatchling."""
+    pytest.importorskip("hatchling")
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_links_of_the_readme_in_a_package_are_absolute() -> None:
+    text = "![figure](docs/a.png) [page](docs/a.md#b) [site](https://example.org) [below](#use)"
+    links = build_hooks().with_absolute_links(text, "https://example.org/kvpress/", "v1.0.0")
+    assert links == (
+        "![figure](https://example.org/kvpress/raw/v1.0.0/docs/a.png) "
+        "[page](https://example.org/kvpress/blob/v1.0.0/docs/a.md#b) [site](https://example.org) [below](#use)"
+    )
+
+
+def test_links_without_a_repository_are_plain_text() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    plain = build_hooks().with_absolute_links(text, None, "v1.0.0")
+    assert "](docs/" in text
+    assert "](" not in plain
+    assert "platforms" in plain
+
+
+def test_the_license_and_the_authors_are_named() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["license-files"] == ["LICENSE"]
+    assert (ROOT / "LICENSE").is_file()
+    authors = [author["name"] for author in project["authors"]]
+    assert authors == re.findall(r'- name: "(.+)"', (ROOT / "CITATION.cff").read_text(encoding="utf-8"))

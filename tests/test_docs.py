@@ -52,7 +52,7 @@ def by_name(entry: Entry) -> str:
 
 def test_pages_are_those_of_the_code() -> None:
     there = {str(path.relative_to(DOCS)) for folder in generate.GENERATED for path in (DOCS / folder).glob("*.md")}
-    assert there | {"README.md"} == set(PAGES), "run python docs/generate.py"
+    assert there | {"README.md", "methods.md"} == set(PAGES), "run python docs/generate.py"
     stale = [name for name, text in PAGES.items() if (DOCS / name).read_text(encoding="utf-8") != text]
     assert not stale, "run python docs/generate.py"
 
@@ -103,6 +103,30 @@ def test_every_page_is_in_the_index() -> None:
     for path in DOCS.rglob("*.md"):
         name = path.relative_to(DOCS).as_posix()
         assert name == "README.md" or f"({name})" in PAGES["README.md"], name
+
+
+MOST_WORDS = 3000
+
+
+@pytest.mark.parametrize("path", sorted(DOCS.rglob("*.md")), ids=lambda path: str(path.relative_to(DOCS)))
+def test_no_page_is_longer_than_can_be_read(path: Path) -> None:
+    words = [word for word in path.read_text(encoding="utf-8").split() if re.search(r"\w", word)]
+    assert len(words) <= MOST_WORDS
+
+
+def test_every_page_written_by_hand_is_in_the_navigation() -> None:
+    listed = [name for names in generate.sections().values() for name in names]
+    assert len(listed) == len(set(listed))
+    pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    per_press_and_command = {name for name in pages if name.startswith(("presses/", "commands/"))}
+    assert set(listed) == pages - {"README.md"} - per_press_and_command | {"presses/README.md"}
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert all(f"commands/{name}.md" in navigation for name in COMMANDS)
+
+
+def test_every_press_is_in_the_table_of_methods_with_what_it_does() -> None:
+    for entry in ENTRIES:
+        assert f"](presses/{entry.name}.md) | {entry.summary} | {entry.status} |" in PAGES["methods.md"]
 
 
 def test_examples_are_of_commands_that_exist() -> None:

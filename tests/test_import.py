@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import kvpress
+from tests.models import tiny_model, tokens
 
 PACKAGE = Path(kvpress.__file__).parent
 SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if "data" not in path.relative_to(PACKAGE).parts)
@@ -28,6 +29,37 @@ def test_import_loads_nothing_heavy() -> None:
     heavy = ["torch", "numpy", "transformers", "triton", "rich", "typer", "pydantic", "safetensors", "yaml"]
     assert python(f"import sys, kvpress; print([m for m in {heavy} if m in sys.modules])") == "[]"
     assert python("import sys, kvpress; print(len([m for m in sys.modules if m.startswith('kvpress')]))") == "1"
+
+
+@pytest.mark.parametrize(
+    ("code", "absent"),
+    [
+        ("import kvpress.cli; kvpress.cli.app(['list', '--json'], standalone_mode=False)", "torch"),
+        ("import kvpress; kvpress.get_press('adakv(snapkv:0.5) + kivi:bits=4 + quest:budget=64')", "transformers"),
+        (
+            "import kvpress.plan, kvpress.hf.config as c; kvpress.plan.Geometry.of(c.load_config('reference'))",
+            "transformers.modeling_utils",
+        ),
+    ],
+    ids=["list", "parse a spec", "plan"],
+)
+def test_commands_without_a_model_import_no_bulk(code: str, absent: str) -> None:
+    last = python(f"import sys\n{code}\nprint({absent!r} in sys.modules)").splitlines()[-1]
+    assert last == "False"
+
+
+def test_the_description_of_a_file_is_read_without_torch(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    press = kvpress.get_press("knorm:0.5")
+    with press(model):
+        cache = model(tokens(1, 64)).past_key_values
+    kvpress.save(cache, tmp_path / "text.kv", model, press)
+    code = f"""
+import sys, kvpress
+info = kvpress.cache_info({str(tmp_path / "text.kv")!r})
+print(info.press, info.length, "torch" in sys.modules)
+"""
+    assert python(code).split() == ["knorm:compression_ratio=0.5", "64", "False"]
 
 
 @pytest.mark.parametrize(
@@ -99,8 +131,8 @@ def imports(path: Path) -> set[str]:
 
 RANKS = (
     "env", "signals", "counts", "packages", "kernels", "cache", "observe", "core", "presses", "quant", "sparse",
-    "calibrate", "hf", "diffusion", "speculation", "compat", "attention_patch", "utils", "pipeline", "plan", "terminal", "cli",
-    "testing",
+    "calibrate", "hf", "diffusion", "speculation", "compat", "attention_patch", "utils", "pipeline", "plan", "terminal",
+    "doctor", "cli", "testing",
 )  # fmt: skip
 """Rooms of the library, lowest first: a module imports its own room and the rooms before it."""
 

@@ -16,8 +16,8 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 import kvpress
-from kvpress.cache import container
-from kvpress.cache.container import Header
+from kvpress.cache import header as headers
+from kvpress.cache.header import Header, read_header
 from kvpress.calibrate import FilterSettings, calibrate
 from kvpress.core.calibration import digest_of
 from kvpress.hf import weights
@@ -263,10 +263,10 @@ def test_weights_that_are_offloaded_are_read_where_they_lie(tmp_path: Path) -> N
 
 def test_files_of_earlier_versions_are_refused_by_name(model: Any, files: Path, tmp_path: Path) -> None:
     path, earlier = files / "cache.kv", tmp_path / "earlier.kv"
-    header, begin = container.read_header(path)
+    header, begin = read_header(path)
     data = path.read_bytes()[begin:]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(container, "VERSION", 1)
+        patch.setattr(headers, "VERSION", 1)
         earlier.write_bytes(header.to_bytes() + data)
     for refused in (kvpress.cache_info, lambda path: kvpress.load(path, model)):
         with pytest.raises(ValueError, match=r"earlier\.kv has version '1'.*query projections.*kvpress compress"):

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -18,6 +17,8 @@ from torch import Tensor
 from kvpress.cache.guard import between_passes
 from kvpress.cache.storage import tensors_in
 from kvpress.cache.store import KVStore
+from kvpress.counts import format_bytes as format_bytes
+from kvpress.counts import parse_bytes as parse_bytes
 
 
 @dataclass(frozen=True)
@@ -287,25 +288,3 @@ def _store_positions(store: KVStore) -> list[list[Tensor]]:
             heads.append(torch.cat([*(slots[layout.rows(n)] for layout, slots in sealed), newest]))
         rows.append(heads)
     return rows
-
-
-def parse_bytes(text: str, name: str = "limit") -> int:
-    """Parse a size in bytes, such as 4GB, 512MiB or 1000000; `name` is its name in messages.
-
-    Raises:
-        ValueError: `text` is not a size.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT]?)B|([KMGT])iB)?\s*", text, re.IGNORECASE)
-    if match is None:
-        raise ValueError(f"{name} must be a size such as 4GB, 512MiB or 300000, got {text!r}")
-    unit = (match[2] or match[3] or "").upper()
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(unit or " "))
-
-
-def format_bytes(size: float) -> str:
-    """Format a size with a binary unit."""
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"

@@ -22,6 +22,7 @@ from kvpress import __version__
 from kvpress.cli.caches import ask_command, compress_command, info_command
 from kvpress.cli.calibrate import calibrate_command
 from kvpress.cli.console import UNWRITABLE, App, fail, new_console, shown, tokens
+from kvpress.cli.doctor import doctor_command
 from kvpress.core.registry import ORDER, STATUSES
 from kvpress.terminal import Name
 
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 app = App(
     name="kvpress",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Compress the key-value cache of language models, and measure what it saves and costs.",
@@ -145,7 +145,7 @@ def plan_command(
     from kvpress.cache.report import format_bytes, parse_bytes
     from kvpress.core.effect import assumed_sizes, check_acts, left_whole, left_whole_note
     from kvpress.core.spec import get_press, spelled_out
-    from kvpress.hf.models import load_config, parameters_of_config
+    from kvpress.hf.config import load_config
     from kvpress.plan import LONGEST, Geometry, longest_context, plan
 
     room = None
@@ -160,6 +160,8 @@ def plan_command(
             check_acts(get_press(spec))
         rows = [(spec, plan(get_press(spec), geometry, context, batch, generated)) for spec in specs]
         if memory is not None:
+            from kvpress.hf.models import parameters_of_config  # builds the model without memory: all of transformers
+
             weights = parameters_of_config(settings) * geometry.dtype.itemsize
             room = parse_bytes(memory, "memory") - weights
             if room <= 0:
@@ -261,3 +263,4 @@ app.command("calibrate")(calibrate_command)
 app.command("compress")(compress_command)
 app.command("ask")(ask_command)
 app.command("info")(info_command)
+app.command("doctor")(doctor_command)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpress.cli.console import UNWRITABLE, fail, shown, tokens
+from kvpress.cli.console import UNWRITABLE, Device, fail, shown, tokens
 from kvpress.cli.outputs import check_outputs
 
 
@@ -24,7 +24,7 @@ def compress_command(
         bool, typer.Option("--zstd", help="Compress 16-bit tensors with zstd if that saves space.")
     ] = False,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
-    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...")] = "cpu",
+    device: Device = "auto",
 ) -> None:
     """Read a text once and write its compressed cache to a file for `kvpress ask`."""
     with shown():
@@ -64,12 +64,13 @@ def ask_command(
     model: Annotated[str, typer.Option(help="`reference`, a folder or a hub name: the model that read the text.")],
     cache: Annotated[Path, typer.Option(help="File from `kvpress compress`.")],
     max_new_tokens: Annotated[int, tokens("max_new_tokens", "Longest answer.")] = 100,
-    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...")] = "cpu",
+    device: Device = "auto",
 ) -> None:
     """Answer questions from a compressed cache in a file; the text is not read again."""
     with shown():
         from kvpress.cache.report import format_bytes
-        from kvpress.hf.cache.files import cache_info, load
+        from kvpress.hf.cache.files import load
+        from kvpress.hf.cache.info import cache_info
         from kvpress.hf.generation.ask import ask
 
         info = cache_info(cache)
@@ -101,12 +102,13 @@ def info_command(
     verify: Annotated[bool, typer.Option("--verify", help="Read the whole file and check its digests.")] = False,
 ) -> None:
     """Print contents, model and press of a file with a compressed cache."""
-    with shown():
-        from kvpress.cache.container import open_file
-        from kvpress.hf.cache.files import cache_info
+    with shown(models=False):
+        from kvpress.hf.cache.info import cache_info
 
         typer.echo(cache_info(cache))
         if verify:
+            from kvpress.cache.container import open_file
+
             open_file(cache)
             typer.echo("all digests match")
 
@@ -115,6 +117,8 @@ def _loaded(model: str, dtype: str, device: str) -> tuple[Any, Any]:
     """Load a model in a dtype, and its tokenizer."""
     from kvpress.cache.files import dtype_of
     from kvpress.hf.generation.pipeline import load_model
+    from kvpress.hf.models import device_named
 
+    place = device_named(device)
     loaded, tokenizer = load_model(model, dtype="auto" if dtype == "auto" else dtype_of(dtype))
-    return loaded.to(device), tokenizer
+    return loaded.to(place), tokenizer

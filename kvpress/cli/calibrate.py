@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from kvpress.cli.console import shown
+from kvpress.cli.console import Device, shown
 from kvpress.cli.console import tokens as token_count
 from kvpress.cli.outputs import check_outputs
 
@@ -103,7 +103,7 @@ def calibrate_command(
     ] = None,
     sequences: Annotated[int, typer.Option(help="Sequences to read.", min=1)] = 16,
     tokens: Annotated[int, token_count("tokens", "Tokens in each sequence.", least=16)] = 2048,
-    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...")] = "cpu",
+    device: Device = "auto",
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
     """Fit the file of a calibrated method to a model. A stopped run resumes when it is started again."""
@@ -111,6 +111,7 @@ def calibrate_command(
     from kvpress.calibrate.corpus import documents, pack
     from kvpress.calibrate.run import calibrate
     from kvpress.hf.generation.pipeline import load_model
+    from kvpress.hf.models import device_named
 
     console = Console(stderr=True)
     with shown():
@@ -125,6 +126,7 @@ def calibrate_command(
         }  # fmt: skip
         settings = _settings(method, {name: value for name, value in options.items() if value is not None})
         check_outputs(settings.outputs(out), [model, *data], force)
+        place = device_named(device)
         loaded, tokenizer = load_model(model)
         ids = pack(tokenizer, (text for source in data for text in documents(source)), tokens, sequences)
         with Progress(console=console) as progress:
@@ -135,7 +137,7 @@ def calibrate_command(
                     rows[phase] = progress.add_task(phase)
                 progress.update(rows[phase], completed=done, total=total)
 
-            calibrate(loaded.to(device), ids, settings, out, " ".join(data), report)
+            calibrate(loaded.to(place), ids, settings, out, " ".join(data), report)
     typer.echo(f"wrote {out} ({format_bytes(out.stat().st_size)})")
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -38,15 +38,20 @@ def tokens(name: str, help: str, least: int = 1) -> Any:
     return typer.Option(help=help, parser=parse, metavar="TOKENS")
 
 
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1; auto takes a GPU if there is one.")]
+
+
 @contextmanager
-def shown() -> Iterator[None]:
+def shown(models: bool = True) -> Iterator[None]:
     """Print errors of files, models and presses as one line, and silence the progress output of libraries.
 
+    Commands that use no model pass `models=False`, so that transformers is not imported.
     Exit codes are those of `docs/reliability.md`: 3 if a model or file cannot be read, else 2.
     """
-    from kvpress.hf.models import quiet
+    if models:
+        from kvpress.hf.config import quiet
 
-    quiet()
+        quiet()
     try:
         yield
     except (

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 
 from kvpress.core.model import VISION
-from kvpress.hf.models import vision_tokens
+from kvpress.hf.config import vision_tokens
 from kvpress.hf.session.requests import Request
 from kvpress.observe.call import Cells
 from kvpress.observe.pictures import PictureShape, lay_out

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import transformers
 from filelock import FileLock
-from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from kvpress.env import cache_dirs
@@ -197,6 +196,8 @@ def _convert(path: Path, folder: Path) -> None:
     Raises:
         ValueError: the file cannot be read.
     """
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # all models, which a configuration does not need
+
     bar = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

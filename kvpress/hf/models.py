@@ -1,38 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts read from a model and its configuration: attention modules, rotary embeddings, layer types. Load models."""
+"""Facts read from a loaded model: attention modules, rotary embeddings, cache layers. Load models."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-import itertools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from torch import Tensor, nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
     DynamicCache,
     GenerationMixin,
 )
-from transformers.cache_utils import Cache, get_layer_types_and_kwargs
+from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
-from transformers.utils import CONFIG_NAME, logging
 
-from kvpress.core.model import VISION, LayerFacts, ModelFacts
+from kvpress.core.model import LayerFacts, ModelFacts
+from kvpress.hf.config import build_facts, config_layers, load_config
 from kvpress.hf.model_files import folder_of
-from kvpress.hf.positions import positions_of
 from kvpress.hf.shards import shards_of
 from kvpress.hf.weights import digest_of_weights
 from kvpress.observe.call import rotary_parts
@@ -40,14 +35,8 @@ from kvpress.observe.call import rotary_parts
 _PREPARED = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 CACHE = "cache" if "cache" in _PREPARED else "past_key_values"
 """Name of the cache argument of `forward` and `generate`: `cache` from transformers 5.24 on."""
-ATTENTION = ("full_attention", "sliding", "chunked", "hybrid")
-"""Parts of the names of layer types that store keys and values."""
-NO_PAIRS = "dummy"
-"""Layer type of transformers for layers without a cache."""
 PLACES = ("layer_idx", "layer_id")
 """Attributes of attention modules with the index of their cache layer."""
-HUB_SECONDS = 5
-"""Timeout in seconds of the request whether the hub has a model."""
 CROSS = ("cross", "encoder_attn")
 """Parts of the names of cross-attention modules, which do not read the cache."""
 
@@ -215,68 +204,12 @@ def facts_of(model: PreTrainedModel, modules: Sequence[nn.Module] | None = None)
         )
     source = str(getattr(model.config, "_name_or_path", ""))
     return replace(
-        _facts(model.config, type(model).__name__, layers),
+        build_facts(model.config, type(model).__name__, layers),
         source=source,
         revision=getattr(model.config, "_commit_hash", None),
         tokenizer=partial(load_tokenizer, source),
         weights=cache(partial(digest_of_weights, model)),
     )
-
-
-def facts_of_config(config: PreTrainedConfig) -> ModelFacts:
-    """Return the facts of a model that its configuration has, without loading it."""
-    all_layers = config_layers(config.get_text_config(decoder=True))
-    attention = [layer for layer in all_layers if any(name in layer.kind for name in ATTENTION)]
-    layers = [replace(layer, index=index) for index, layer in enumerate(attention)]
-    return _facts(config, (getattr(config, "architectures", None) or [type(config).__name__])[0], layers)
-
-
-def _facts(config: PreTrainedConfig, name: str, layers: list[LayerFacts]) -> ModelFacts:
-    text = config.get_text_config(decoder=True)
-    dtype = getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.bfloat16
-    window = getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None) or 0
-    cache_dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    return ModelFacts(
-        name,
-        tuple(layers),
-        cache_dtype,
-        len(layer_types(text)),
-        window,
-        vision=vision_tokens(config),
-        positions=positions_of(config),
-    )
-
-
-def vision_tokens(config: PreTrainedConfig) -> dict[str, int]:
-    """Return the placeholder ids of images and videos in a prompt, by kind; empty if images are not tokens of the cache."""
-    text = config.get_text_config(decoder=True)
-    if text is config or getattr(text, "cross_attention_layers", None):
-        return {}
-    names = {kind: (f"{kind}_token_id", f"{kind}_token_index") for kind in VISION}
-    tokens = {
-        kind: next(
-            (token for attribute in attributes if isinstance(token := getattr(config, attribute, None), int)), None
-        )
-        for kind, attributes in names.items()
-    }
-    return {kind: token for kind, token in tokens.items() if token is not None}
-
-
-def config_layers(text_config: PreTrainedConfig) -> list[LayerFacts]:
-    """Return all layers of a decoder. Shapes may differ, as in Gemma 4. MLA layers store one latent for all heads."""
-    layers = []
-    # Before transformers 5.23, trailing layers that read the pairs of other layers have no type.
-    kinds = itertools.chain(layer_types(text_config), itertools.repeat(NO_PAIRS))
-    for index, (kind, layer) in enumerate(zip(kinds, text_config.per_layer_config, strict=False)):
-        kv_heads = getattr(layer, "num_key_value_heads", None)
-        heads = getattr(layer, "num_attention_heads", None) or kv_heads or 1
-        rank = getattr(layer, "kv_lora_rank", None)
-        if rank is not None:
-            layers.append(LayerFacts(index, index, kind, heads, 1, rank, value_dim=layer.qk_rope_head_dim))
-            continue
-        dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
-        layers.append(LayerFacts(index, index, kind, heads, kv_heads or heads, dim, declared=kv_heads is not None))
-    return layers
 
 
 def cached_layers(model: PreTrainedModel, modules: Sequence[nn.Module]) -> list[LayerFacts]:
@@ -309,37 +242,27 @@ def new_cache(model: PreTrainedModel) -> DynamicCache:
     return DynamicCache(config=model.config)
 
 
-def layer_types(text_config: PreTrainedConfig) -> list[str]:
-    """Return the type of every cache layer of a decoder: `full_attention`, `sliding_attention`, ..."""
-    return list(get_layer_types_and_kwargs(text_config)[0])
-
-
-def load_config(name: str) -> Any:
-    """Read a model's configuration: a name of `folder_of`, a folder, a config.json file or a hub name, cached or online.
-
-    Raises:
-        OSError: no such model, or the hub does not answer; raised at once without a network.
-    """
-    name = folder_of(name)
-    try:
-        if not Path(name).exists() and not isinstance(try_to_load_from_cache(name, CONFIG_NAME), str):
-            # Check first: without a network, from_pretrained would retry for half a minute.
-            get_hf_file_metadata(hf_hub_url(name, CONFIG_NAME), timeout=HUB_SECONDS)
-        return AutoConfig.from_pretrained(name)
-    except Exception as error:  # the error types of the hub's client depend on its version
-        raise OSError(f"cannot load model {name!r}, neither as a folder nor from the hub: {error}") from error
-
-
 @lru_cache(maxsize=4)
 def load_tokenizer(path: str) -> Any:
     """Load the tokenizer of a folder or hub name; the newest four are cached."""
     return AutoTokenizer.from_pretrained(path)
 
 
-def quiet() -> None:
-    """Keep transformers from writing to the terminal of a command."""
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+def device_named(name: str) -> torch.device:
+    """Return a device by name; `auto` is the first GPU if there is one, else the CPU.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device must be auto, cpu, cuda or cuda:1, got {name!r}") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device {name!r}: torch finds {torch.cuda.device_count()} GPUs; use auto or cpu")
+    return device
 
 
 def auto_class(config: PreTrainedConfig) -> Any:

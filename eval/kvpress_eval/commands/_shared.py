@@ -80,6 +80,14 @@ def print_sizes(presses: Sequence[str]) -> None:
             Console(stderr=True, soft_wrap=True).print(Text(note))
 
 
+def print_written(page: Path, files: Sequence[Path], console: Console) -> None:
+    """Print the page to open, and the names of the files beside it on one line."""
+    console.print(Text(f"open {page}"), soft_wrap=True)
+    beside = sorted(path.name for path in files if path != page)
+    if beside:
+        console.print(Text(f"beside it: {', '.join(beside)}", style="dim"), soft_wrap=True)
+
+
 def split(text: str) -> list[str]:
     """Return the items of a comma-separated list."""
     return [part.strip() for part in text.split(",") if part.strip()]

@@ -204,7 +204,7 @@ def measure_and_write(runs: Sequence[RunConfig], console: Console) -> None:
             console.print(Text(sentence, style="bold"))
         for label in result.busy:
             console.print(Text(f"{label}: left to another process, which is running it", style="red"))
-    for path in write_outputs([runs[0].out], runs[0].out / "report.html"):
-        console.print(Text(f"wrote {path}"), soft_wrap=True)
+    page = runs[0].out / "report.html"
+    shared.print_written(page, write_outputs([runs[0].out], page), console)
     if any(result.exit_code for result in results):
         raise typer.Exit(next(result.exit_code for result in results if result.exit_code))

@@ -52,8 +52,7 @@ def command(
         check_replaced(list(files), list(sources.records), force, page="kvpress report")
         write_files(files)
         _print(report, console)
-        for path in files:
-            console.print(Text(f"wrote {path}"), soft_wrap=True)
+        shared.print_written(page, list(files), console)
 
 
 def _print(report: Report, console: Console) -> None:

@@ -59,7 +59,7 @@ def candidates(model: str, budget: float, skip_layers: int, heads: str) -> list[
         DataError: the model's configuration cannot be read.
     """
     from kvpress.core.spec import to_spec
-    from kvpress.hf.models import layer_types, load_config
+    from kvpress.hf.config import layer_types, load_config
     from kvpress.sparse import TidalDecodePress
 
     try:

@@ -109,7 +109,8 @@ def show(tuned: Tuned, console: Console) -> None:
 
     print_frontier(tuned.frontier, tuned.press, console)
     out = tuned.path.parent
-    written = write_outputs([out], out / "report.html") if is_run(out) else []
-    for path in (*written, tuned.path):
-        console.print(Text(f"wrote {path}"), soft_wrap=True)
+    page = out / "report.html"
+    if is_run(out):
+        shared.print_written(page, write_outputs([out], page), console)
+    console.print(Text(f"wrote {tuned.path}"), soft_wrap=True)
     console.print(Text(tuned.sentence, style="bold"), soft_wrap=True)

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from kvpress.hf.config import load_config
 from kvpress.hf.model_files import folder_of, reference_path
-from kvpress.hf.models import load_config, parameters_of_config
+from kvpress.hf.models import device_named, parameters_of_config
 from kvpress.hf.positions import check_positions
 from kvpress.hf.weights import digest_of_weights
 from kvpress.plan import Geometry
@@ -79,9 +80,7 @@ def source_of(config: RunConfig) -> str:
 
 def device_of(config: RunConfig) -> str:
     """Return the device of a run, with "auto" resolved."""
-    if config.device != "auto":
-        return config.device
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return str(device_named(config.device)) if config.device == "auto" else config.device
 
 
 def engine_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Engine:

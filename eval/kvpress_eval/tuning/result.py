@@ -27,6 +27,8 @@ PRESS, IDENTITY, RESULT, SCORES, JOURNAL = "press.yaml", "tune.json", "result.js
 
 _WIDTH = 200
 """Columns of the table in a file or a pipe: compositions have long names."""
+_NARROW = 110
+"""Fewest columns of a terminal for all columns of the table."""
 
 
 @dataclass(frozen=True)
@@ -122,26 +124,27 @@ def _pairs_by_task(
 
 
 def print_frontier(frontier: Sequence[Measured], pick: str, console: Console) -> None:
-    """Print the figures of the measured presses; an arrow marks the pick."""
-    table = plain_table(
-        ["", "press"], ["smaller", "cache", "mean %", "95%", "vs none", "worst task", "change", "95%", "ms/token"]
-    )
+    """Print the figures of the measured presses; an arrow marks the pick.
+
+    A terminal narrower than `_NARROW` columns gets the columns that decide: size, worst task and its change.
+    """
+    wide = console if console.is_terminal else Console(file=console.file, width=_WIDTH)
+    if wide.width < _NARROW:
+        table = plain_table(["", "press", "worst task"], ["smaller", "cache", "change", "95%"], gap=1)
+    else:
+        columns = ["smaller", "cache", "mean %", "95%", "vs none", "worst task", "change", "95%", "ms/token"]
+        table = plain_table(["", "press"], columns)
     for row in frontier:
         worst, change = row.worst or (MISSING, None)
-        table.add_row(
-            Text(">" if row.press == pick else ""),
-            Name(row.press),
-            f"{row.factor:.1f}x",
-            format_bytes(row.bytes),
-            f"{100 * row.accuracy.mean:.1f}",
-            f"{100 * row.accuracy.low:.0f}-{100 * row.accuracy.high:.0f}",
-            _points(row.difference),
-            Name(worst),
-            _points(change),
-            _interval(change),
-            number(row.milliseconds_per_token, 1),
-        )
-    wide = console if console.is_terminal else Console(file=console.file, width=_WIDTH)
+        name = Text(">" if row.press == pick else ""), Name(row.press)
+        size = f"{row.factor:.1f}x", format_bytes(row.bytes)
+        changed = _points(change), _interval(change)
+        if wide.width < _NARROW:
+            table.add_row(*name, Name(worst), *size, *changed)
+            continue
+        accuracy = f"{100 * row.accuracy.low:.0f}-{100 * row.accuracy.high:.0f}"
+        mean = f"{100 * row.accuracy.mean:.1f}", accuracy, _points(row.difference)
+        table.add_row(*name, *size, *mean, Name(worst), *changed, number(row.milliseconds_per_token, 1))
     wide.print(table)
 
 

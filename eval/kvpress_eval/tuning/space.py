@@ -19,7 +19,7 @@ import kvpress
 from kvpress.core.effect import idle_parts
 from kvpress.core.press import BasePress, ComposedPress
 from kvpress.core.registry import STATUSES, Entry, find
-from kvpress.hf.models import load_config
+from kvpress.hf.config import load_config
 from kvpress.plan import Geometry
 
 NOTHING = "none"

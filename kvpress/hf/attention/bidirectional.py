@@ -12,7 +12,8 @@ from torch import Tensor
 from kvpress.core.model import ModelFacts
 from kvpress.hf.attention.attention_override import check_free
 from kvpress.hf.attention.functions import native_name
-from kvpress.hf.models import attention_modules, decoder_of, facts_of, layer_types, uses_interface
+from kvpress.hf.config import layer_types
+from kvpress.hf.models import attention_modules, decoder_of, facts_of, uses_interface
 
 MASKED = ("sdpa", "eager")
 """Attention implementations that apply a float mask regardless of is_causal."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import NoneType
 from typing import Any
 
 import torch
@@ -14,8 +13,9 @@ from transformers import cache_utils
 from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_utils import PreTrainedModel
 
-from kvpress.cache.container import Header, Tensors, is_length
+from kvpress.cache.container import Tensors
 from kvpress.cache.files import Unpacker, check_names
+from kvpress.cache.header import Header, is_length
 from kvpress.cache.storage import moved
 from kvpress.cache.validation import check_store
 from kvpress.core.registry import entries
@@ -37,56 +37,10 @@ STATES = ("conv_states", "recurrent_states")
 """Attributes of such layers with dictionaries of state tensors."""
 
 
-_OR_NONE = {"tokenizer": str, "press": dict, "spec": str, "tokens": dict, "mask": dict}
-_ABOUT = {
-    "model": dict, "configuration": dict, "shared": dict, "notes": dict, "report": dict, "versions": dict, "layers": list,
-    "dtype": str,
-}  # fmt: skip
-_REPORT = ("kept", "seen", "memory_bytes", "uncompressed_bytes")
-_MODEL = {
-    "name": str,
-    "architecture": str,
-    "layers": int,
-    "kv_heads": list,
-    "head_dim": list,
-    "weights": str,
-}
 _DAMAGE = (
     KeyError, TypeError, AttributeError, IndexError, RuntimeError, OverflowError, AssertionError, StopIteration, MemoryError,
 )  # fmt: skip
 """Errors that malformed data can raise."""
-
-
-def check_description(header: Header, source: str) -> None:
-    """Check the description of a cache: its entries have the right types, and there is a block for every layer.
-
-    Raises:
-        ValueError: an entry is missing, of another type, or does not fit the others.
-    """
-    about = header.about
-    expected: dict[str, dict[str, Any]] = {"model": _MODEL, "about": _ABOUT, "report": dict.fromkeys(_REPORT, int)}
-    records = {"about": about, **{name: about.get(name) for name in ("model", "report")}}
-    wrong = [name for name in ("batch", "length") if not is_length(about.get(name)) or not about[name]]
-    wrong += [
-        name for name, kind in _OR_NONE.items() if name not in about or not isinstance(about[name], (kind, NoneType))
-    ]
-    for section, record in records.items():
-        for name, kind in expected[section].items():
-            value = record.get(name) if isinstance(record, dict) else None
-            if not isinstance(value, kind) or (kind is int and not is_length(value)):
-                wrong.append(name)
-    if wrong:
-        raise ValueError(f"{source} is damaged: {', '.join(dict.fromkeys(wrong))} of its description cannot be used")
-    if [name for name, _, _ in header.blocks] != ["cache", *(f"layers.{i}" for i in range(len(about["layers"])))]:
-        raise ValueError(f"{source} is damaged: it has not one block for each of {len(about['layers'])} layers")
-    for index, layer in enumerate(about["layers"]):
-        is_layer = (
-            isinstance(layer, dict) and isinstance(layer.get("kind"), str) and isinstance(layer.get("state"), dict)
-        )
-        if not is_layer or not all(
-            is_length(layer.get(name)) and layer[name] <= about["length"] for name in ("seen", "stored")
-        ):
-            raise ValueError(f"{source} is damaged: layer {index} is not described as one of {about['length']} tokens")
 
 
 @contextmanager

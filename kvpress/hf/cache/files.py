@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,89 +16,18 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 import kvpress
-from kvpress.cache.container import Header, TensorBlock, Writing, open_file, read_header, write
-from kvpress.cache.files import Packer, Unpacker
+from kvpress.cache.container import TensorBlock, Writing, open_file, write
+from kvpress.cache.files import Packer
 from kvpress.cache.guard import between_passes
-from kvpress.cache.report import format_bytes, memory_report
+from kvpress.cache.report import memory_report
 from kvpress.core.calibration import identify
 from kvpress.core.press import BasePress
 from kvpress.core.spec import get_press, press_from_dict, press_to_dict, to_spec
-from kvpress.hf.cache.cache_loader import OURS, STOCK, Arriving, check_description
+from kvpress.hf.cache.cache_loader import OURS, STOCK, Arriving
+from kvpress.hf.cache.info import CacheInfo, cache_info, check_description
 from kvpress.hf.cache.layer import PressLayer
 from kvpress.hf.fingerprint import check_model, check_tokenizer, configuration, digest_of_tokenizer
 from kvpress.hf.models import attention_modules, cache_place, facts_of, new_cache
-
-
-@dataclass(frozen=True)
-class CacheInfo:
-    """Description of the cache in a file."""
-
-    path: Path
-    """Path of the file."""
-    model: dict[str, Any]
-    """Name, architecture, shapes and digest of the weights of the model."""
-    press: str | None
-    """Spec of the press; None if the cache was saved without one."""
-    dtype: str
-    """Data type of the model."""
-    batch: int
-    """Rows."""
-    length: int
-    """Tokens of a row, padding included."""
-    kept: int
-    """Stored pairs."""
-    seen: int
-    """Pairs of the full cache."""
-    memory_bytes: int
-    """Bytes of the cache in memory."""
-    uncompressed_bytes: int
-    """Bytes of the full cache in memory."""
-    file_bytes: int
-    """Bytes of the file."""
-    header_bytes: int
-    """Bytes of the header of the file."""
-    versions: dict[str, str]
-    """Versions of the libraries that wrote the file."""
-    notes: dict[str, Any]
-    """Notes of the user."""
-    header: Header
-    """Header of the file."""
-
-    @property
-    def tokens(self) -> Tensor | None:
-        """Token ids that the cache has read, int64 `[B, seen]`; None if they were not saved."""
-        return self._given("tokens")
-
-    @property
-    def mask(self) -> Tensor | None:
-        """Mask of real tokens, int64 `[B, seen]`; None if it was not saved."""
-        return self._given("mask")
-
-    def _given(self, name: str) -> Tensor | None:
-        if self.header.about[name] is None:
-            return None
-        _, tensors = open_file(self.path, verify=False)
-        tensor: Tensor = Unpacker(tensors).unpack(self.header.about[name]).long()
-        return tensor
-
-    def get_press(self) -> BasePress | None:
-        """Return the press of the cache, or None if it was saved without one."""
-        plain = self.header.about["press"]
-        return None if plain is None else press_from_dict(plain)
-
-    def __str__(self) -> str:
-        model, factor = self.model, self.uncompressed_bytes / max(1, self.memory_bytes)
-        rows = f"{self.batch} x " if self.batch > 1 else ""
-        return "\n".join((
-            f"{self.path}: {format_bytes(self.file_bytes)}, header {format_bytes(self.header_bytes)}",
-            f"model    {model['name']} ({model['architecture']}, {model['layers']} layers, weights {model['weights']}), "
-            f"{self.dtype}",
-            f"press    {'not known' if self.press is None else self.press}",
-            f"read     {rows}{self.length} tokens{'' if self.header.about['tokens'] is None else ', ids known'}",
-            f"holds    {self.kept} of {self.seen} pairs, {format_bytes(self.memory_bytes)} in memory, "
-            f"{factor:.1f} times smaller than uncompressed",
-            f"made by  {', '.join(f'{name} {version}' for name, version in self.versions.items())}",
-        ))  # fmt: skip
 
 
 def save(
@@ -171,23 +99,6 @@ def load(
     for index in range(len(arriving.cache.layers)):
         arriving.take(index)
     return arriving.cache
-
-
-def cache_info(path: str | Path) -> CacheInfo:
-    """Return the description of the cache in a file; reads only the header.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: the file is truncated, damaged, of a later version or not a cache.
-    """
-    header, begin = read_header(path)
-    check_description(header, str(path))
-    about = header.about
-    return CacheInfo(
-        path=Path(path), file_bytes=begin + header.data_bytes, header_bytes=begin, header=header,
-        press=None if about["press"] is None else about["spec"],
-        **{name: about[name] for name in ("model", "dtype", "batch", "length", "versions", "notes")}, **about["report"],
-    )  # fmt: skip
 
 
 def as_it_is(cache: Cache) -> AbstractContextManager[None]:

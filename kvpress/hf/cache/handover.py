@@ -21,14 +21,16 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from kvpress.cache.container import Header, Place, Tensors, receive_block, receive_header, send_blocks
+from kvpress.cache.container import Tensors, receive_block, receive_header, send_blocks
 from kvpress.cache.files import check_names
+from kvpress.cache.header import Header, Place
 from kvpress.cache.report import parse_bytes
 from kvpress.core.press import BasePress
 from kvpress.hf.cache.adoption import ADOPTED
-from kvpress.hf.cache.cache_loader import Arriving, check_description, readable
+from kvpress.hf.cache.cache_loader import Arriving, readable
 from kvpress.hf.cache.files import as_it_is, written
 from kvpress.hf.cache.incoming import Incoming
+from kvpress.hf.cache.info import check_description
 from kvpress.hf.cache.layer import PressLayer
 from kvpress.hf.fingerprint import check_model, check_tokenizer
 

@@ -25,7 +25,8 @@ from kvpress.cache.report import format_bytes, parse_bytes
 from kvpress.core.calibration import identify
 from kvpress.core.press import BasePress
 from kvpress.core.spec import get_press, own_code
-from kvpress.hf.cache.files import cache_info, load, plain_press, save
+from kvpress.hf.cache.files import load, plain_press, save
+from kvpress.hf.cache.info import cache_info
 from kvpress.hf.fingerprint import configuration
 from kvpress.hf.generation.prompts import read_prompt
 from kvpress.hf.models import facts_of, new_cache

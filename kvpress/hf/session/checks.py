@@ -15,7 +15,8 @@ from transformers.configuration_utils import PreTrainedConfig
 from kvpress.core.model import GROWING, LayerFacts
 from kvpress.core.recipe import Recipe
 from kvpress.hf.cache.adoption import check_adopted
-from kvpress.hf.models import CACHE, NO_PAIRS, cache_among, cache_place, cached_layers, decoder_of, layer_types
+from kvpress.hf.config import NO_PAIRS, layer_types
+from kvpress.hf.models import CACHE, cache_among, cache_place, cached_layers, decoder_of
 from kvpress.hf.shards import obstacle
 from kvpress.kernels.cpu import build, launch
 from kvpress.observe.spans import SPANS

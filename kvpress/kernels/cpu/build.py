@@ -89,6 +89,17 @@ def load(level: str, source: str = "decode.cpp") -> ctypes.CDLL:
     return kernels
 
 
+def find_origin(item: Library) -> str | None:
+    """Return the origin of a library's file, `the wheel` or `the cache folder`; None if it has to be compiled."""
+    if item.find(libraries.PACKAGED):
+        return "the wheel"
+    try:
+        key = libraries.compiler_key()
+    except BuildError:
+        return None
+    return "the cache folder" if any(item.find(folder, key) for folder in env.cache_dirs()) else None
+
+
 def _load(items: Sequence[Library]) -> list[ctypes.CDLL]:
     """Load libraries, compiling those that are neither in the package nor in a cache folder."""
     loaded = {item: kernels for item in items if (kernels := _packaged(item))}

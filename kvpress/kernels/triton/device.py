@@ -44,6 +44,15 @@ def _capable(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
 
 
+def kernels_of(device: torch.device) -> str:
+    """Return the kernels that run on a GPU, or the reason why plain torch does."""
+    if torch.version.hip is not None:
+        return "plain torch: an AMD GPU"
+    if not _capable(device):
+        return f"plain torch: older than compute capability {'.'.join(map(str, LEAST_CAPABILITY))}"
+    return "Triton" if _importable() else "plain torch: triton is not installed (pip install 'kvpress-toolkit[triton]')"
+
+
 @functools.cache
 def _importable() -> bool:
     try:

@@ -20,7 +20,7 @@ from kvpress_eval.config.schema import RunConfig
 from kvpress_eval.results.store import CellStore
 from kvpress_eval.tuning import find, scoring
 from kvpress_eval.tuning.find import Wishes, tune
-from kvpress_eval.tuning.result import PRESS, Tuned
+from kvpress_eval.tuning.result import PRESS, Tuned, print_frontier
 from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -275,8 +275,18 @@ def test_the_table_and_the_files(finished_search: tuple[Tuned, str, Path], tmp_p
     printed = console.file.getvalue()  # type: ignore[attr-defined]
     (line,) = (line for line in printed.splitlines() if line.startswith(">"))
     assert tuned.press in line
+    narrow = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    print_frontier(tuned.frontier, tuned.press, narrow)
+    lines = narrow.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert max(map(len, lines)) <= 80
+    (folded,) = (line for line in lines if line.startswith(">"))
+    assert f"{tuned.pick.factor:.1f}x" in folded
+    assert tuned.press[:8] in folded
     assert f"{tuned.pick.factor:.1f}x" in line
     assert tuned.sentence in printed
+    assert f"wrote {tmp_path / 'best' / PRESS}" in printed
+    assert f"open {tmp_path / 'best' / 'report.html'}" in printed
+    (beside,) = (line for line in printed.splitlines() if line.startswith("beside it: "))
+    assert "frontier.png" in beside
     for name in (PRESS, "report.html", "frontier.png"):
-        assert f"wrote {tmp_path / 'best' / name}" in printed
         assert (tmp_path / "best" / name).stat().st_size

@@ -24,7 +24,7 @@ from kvpress_eval.tuning.space import Space, Template, make_space
 from rich.console import Console
 
 import kvpress
-from kvpress.hf.models import load_config
+from kvpress.hf.config import load_config
 from kvpress.plan import Geometry, plan
 
 GEOMETRY = Geometry.of(load_config("reference"))

@@ -10,7 +10,7 @@ from kvpress_eval.tuning.sizing import Limit, check_possible, make_room, solve
 from kvpress_eval.tuning.space import NOTHING, Template, make_space
 
 import kvpress
-from kvpress.hf.models import load_config
+from kvpress.hf.config import load_config
 from kvpress.plan import Geometry, plan
 from tests.eval.engines import bundled_model
 
