@@ -186,6 +186,7 @@ SIGNATURES: dict[str, tuple[tuple[str, Any], ...]] = {
         ("structured", True), ("compression_ratio", 0), ("agg_task", "max"), ("agg_group", "mean"), ("agg_head", "mean"),
         ("add_v_norm", False), ("add_mean_across_heads", True), ("keep_token_lower_bound", 0),
     ),
+    "KVgradPress": (("compression_ratio", 0.0), ("layerwise", False), ("n_sink", 4), ("chunk_size", 512)),
     "KVzapPress": (("compression_ratio", 0.0), ("model_type", "mlp")),
     "KVzipPress": (("compression_ratio", 0.0), ("layerwise", False), ("n_sink", 4), ("kvzip_plus_normalization", False)),
     "KeyDiffPress": (("compression_ratio", 0.0),),
