@@ -175,6 +175,7 @@ SIGNATURES: dict[str, tuple[tuple[str, Any], ...]] = {
     ),
     "CriticalKVPress": (("press", KnormPress()), ("epsilon", 1e-4), ("first_stage_ratio", 0.5)),
     "DMSPress": (("press", KnormPress()), ("threshold", None), ("sliding_window_size", 128), ("decoding", False)),
+    "EntropyGatedChunkKVPress": (("press", KnormPress()), ("chunk_length", 10), ("low_entropy_chunk_length", 4)),
     "FastKVzipPress": (
         ("compression_ratio", 0.0), ("layerwise", False), ("n_sink", 4), ("window_size", 4096), ("window_ratio", 0.02),
     ),
@@ -185,6 +186,7 @@ SIGNATURES: dict[str, tuple[tuple[str, Any], ...]] = {
         ("structured", True), ("compression_ratio", 0), ("agg_task", "max"), ("agg_group", "mean"), ("agg_head", "mean"),
         ("add_v_norm", False), ("add_mean_across_heads", True), ("keep_token_lower_bound", 0),
     ),
+    "KVgradPress": (("compression_ratio", 0.0), ("layerwise", False), ("n_sink", 4), ("chunk_size", 512)),
     "KVzapPress": (("compression_ratio", 0.0), ("model_type", "mlp")),
     "KVzipPress": (("compression_ratio", 0.0), ("layerwise", False), ("n_sink", 4), ("kvzip_plus_normalization", False)),
     "KeyDiffPress": (("compression_ratio", 0.0),),
@@ -199,7 +201,7 @@ SIGNATURES: dict[str, tuple[tuple[str, Any], ...]] = {
     "SimLayerKVPress": (("lazy_threshold", 1.0), ("n_last", 1), ("n_recent", 1024), ("n_initial", 4)),
     "ThinKPress": (("key_channel_compression_ratio", 0.0), ("window_size", 32)),
 }  # fmt: skip
-"""Constructors of NVIDIA kvpress 0.5.4: arguments in their order, with their defaults."""
+"""Constructors of NVIDIA kvpress 0.5.5: arguments in their order, with their defaults."""
 
 
 @pytest.mark.parametrize("name", SIGNATURES)

@@ -69,7 +69,7 @@ def test_a_page_is_complete(entry: Entry) -> None:
     assert doc.paper
     assert doc.differs
     if entry.paper:
-        cited = re.search(r"\d{4}\.\d{5}", entry.paper)
+        cited = re.search(r"\d{4}\.\d{5}|(?<=OpenReview:)\w{10}", entry.paper)
         assert cited is not None
         assert cited.group() in doc.paper
 

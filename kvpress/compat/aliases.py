@@ -13,9 +13,10 @@ from kvpress.core.registry import class_named
 MODULES = (
     "adakv_press", "base_press", "block_press", "cam_press", "cap_press", "chunk_press", "chunkkv_press",
     "compactor_press", "composed_press", "compression_ratio_decoding_press", "criticalkv_press", "cur_press",
-    "decoding_press", "dms_press", "duo_attention_press", "expected_attention_press", "expected_attention_with_stats",
+    "decoding_press", "dms_press", "duo_attention_press", "entropy_gated_chunkkv_press", "expected_attention_press",
+    "expected_attention_with_stats",
     "fastkvzip_press", "finch_press", "key_rerotation_press", "keydiff_press", "knorm_press", "kvcompose_press",
-    "kvzap_press", "kvzip_press", "lagkv_press", "leverage_press", "lukv_press", "merging_press",
+    "kvgrad_press",    "kvzap_press", "kvzip_press", "lagkv_press", "leverage_press", "lukv_press", "merging_press",
     "non_causal_attention_press", "observed_attention_press", "per_layer_compression_press", "prefill_decoding_press",
     "pyramidkv_press", "qfilter_press", "random_press", "restorekv_press", "scorer_press", "simlayerkv_press",
     "snapkv_press", "streaming_llm_press", "think_press", "tova_press",

@@ -90,6 +90,9 @@ class PassReader(Protocol):
     def read(self, done: Pass, ids: Tensor, watch: Watch | None) -> None:
         """Read further tokens, then remove them from the cache."""
 
+    def read_differentiably(self, done: Pass, ids: Tensor, watch: Watch) -> Tensor:
+        """Read further tokens under autograd, without a change of the cache; return the output of the last layer."""
+
     def reread(self, done: Pass, tokens: int) -> None:
         """Read the newest tokens again, in place."""
 
@@ -158,6 +161,18 @@ class Pass:
         padding changes nothing before it. Windows stay as large as they grew.
         """
         self.reader.read(self, ids, watch)
+
+    def read_differentiably(self, ids: Tensor, watch: Watch) -> Tensor:
+        """Read `ids [B, m]` after the cached tokens under autograd; return the output `[B, m, hidden]` of the last layer.
+
+        The output is that before the final norm. As in `read`, but nothing is written to the cache: the new keys and values are
+        in `LayerCall.written`. Queries and outputs of the calls are part of the graph, stored pairs and parameters are
+        constants. The tensors are no inference tensors, whatever mode the caller is in.
+
+        Raises:
+            NotImplementedError: the cache has layers that are updated in place, or whose pairs several modules share.
+        """
+        return self.reader.read_differentiably(self, ids, watch)
 
     def reread(self, tokens: int) -> None:
         """Read the newest `tokens` again at their positions, with all stored pairs visible, and keep the new pairs.

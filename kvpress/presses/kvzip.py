@@ -107,7 +107,7 @@ class KVzipPress(BudgetPress):
     def _repeat(self, questions: _Questions, prefill: Pass) -> None:
         """Read the prompt again and store the scores of its pairs in the observers of their layers."""
         rows = prefill.rows()
-        scores = _Scores(prefill, rows, self.n_sink, self.kvzip_plus_normalization)
+        scores = RepetitionScores(prefill, rows, self.n_sink)
         first, later, suffix = questions.ids()
         for start in range(0, max(len(row.tokens) for row in rows), self.chunk_size):
             stop = start + self.chunk_size
@@ -122,15 +122,29 @@ class KVzipPress(BudgetPress):
             ids = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=prefill.position.device)
             place = torch.tensor([row + [-1] * (longest - len(row)) for row in places])
 
-            def watch(call: LayerCall, place: Tensor = place) -> None:
-                scores.take_in(call)
-                for observer in call.store.observers.values():
-                    if isinstance(observer, SampledQueries) and observer.repeated:
-                        observer.add(call, place)
-
-            prefill.read(ids, watch)
+            self.read_chunk(prefill, ids, place, scores)
         for call in prefill.calls:
             set_worth(call, prefill.mask, scores.values[call.layer.index])
+
+    def read_chunk(self, prefill: Pass, ids: Tensor, place: Tensor, scores: RepetitionScores) -> None:
+        """Read `ids [B, m]`, an instruction and a chunk of the prompt, after the prompt, and store the scores of the chunk.
+
+        `place [B, m]` is the index of each token in the prompt, -1 for the instruction and for padding.
+        """
+
+        def watch(call: LayerCall) -> None:
+            plus = self.kvzip_plus_normalization
+            scores.take_in(call, call.hidden_states.float().norm(dim=-1) if plus else None)
+            add_repeated_queries(call, place)
+
+        prefill.read(ids, watch)
+
+
+def add_repeated_queries(call: LayerCall, place: Tensor) -> None:
+    """Add the queries of a repeated prompt to the observers of a layer that sample them; `place [B, m]` as in `read_chunk`."""
+    for observer in call.store.observers.values():
+        if isinstance(observer, SampledQueries) and observer.repeated:
+            observer.add(call, place)
 
 
 class Worth(Observer):
@@ -252,11 +266,11 @@ def _answer_header(tokenizer: Any) -> str:
     return str(chat.partition(mark)[2])
 
 
-class _Scores:
+class RepetitionScores:
     """Scores of all stored pairs, `values[layer][n] [pairs]` for stream n; infinite for pairs that were not read again."""
 
-    def __init__(self, prefill: Pass, rows: list[ReadRow], n_sink: int, plus: bool) -> None:
-        self.rows, self.n_sink, self.plus = rows, n_sink, plus
+    def __init__(self, prefill: Pass, rows: list[ReadRow], n_sink: int) -> None:
+        self.rows, self.n_sink = rows, n_sink
         self.values: dict[int, list[Tensor]] = {}
         for call in prefill.calls:
             self.values[call.layer.index] = [
@@ -269,22 +283,28 @@ class _Scores:
         self.spans = [row.slots[tokens] for row in self.rows]
         self.lengths = torch.tensor(lengths)
 
-    def take_in(self, call: LayerCall) -> None:
-        """Store the scores that one layer's queries give to the pairs of the chunk."""
+    def take_in(self, call: LayerCall, divisor: Tensor | None = None) -> None:
+        """Store the scores that one layer's queries give to the pairs of the chunk.
+
+        With a `divisor [B, m]` of each query, attention weights are divided by it, and multiplied by the norms of the values
+        after the output projection. The pass's own pairs are in the store, or else, if it was read under autograd, in
+        `call.written`.
+        """
         store, new = call.store, call.queries.shape[2]
+        is_stored = store.seen > call.tokens.seen_before
         stored = StoredPairs(store, call.tokens.mask)
         spans = [self._span(slots, n // store.heads) for n, slots in enumerate(stored.slots)]
         pieces = [
             [
                 *stored.read(n, 0, sinks),
                 *stored.read(n, start, stop),
-                *stored.read(n, len(stored.slots[n]) - new, len(stored.slots[n])),
+                *(stored.read(n, len(stored.slots[n]) - new, len(stored.slots[n])) if is_stored else _written(call, n)),
             ]
             for n, (sinks, start, stop) in enumerate(spans)
         ]
         lengths = [sum(len(keys) for keys, _ in stream) for stream in pieces]
         keys, values = (torch.cat([pair[side] for stream in pieces for pair in stream]) for side in (0, 1))
-        weights = self._weights(call, keys, values, lengths).split(lengths)
+        weights = self._weights(call, keys, values, lengths, divisor).split(lengths)
         for scores, weight, (sinks, start, stop) in zip(self.values[call.layer.index], weights, spans, strict=True):
             scores[start:stop] = weight[sinks : sinks + stop - start]
 
@@ -297,7 +317,9 @@ class _Scores:
         last, start, stop = torch.searchsorted(slots, edges).tolist()
         return last, max(last, start), max(last, stop)
 
-    def _weights(self, call: LayerCall, keys: Tensor, values: Tensor, lengths: list[int]) -> Tensor:
+    def _weights(
+        self, call: LayerCall, keys: Tensor, values: Tensor, lengths: list[int], divisor: Tensor | None
+    ) -> Tensor:
         """Return the scores of the flat `keys [rows, D]` of all streams; the last pairs of a stream are the pass's own."""
         store, new = call.store, call.queries.shape[2]
         queries = group_queries(call.queries, store.heads)
@@ -317,10 +339,10 @@ class _Scores:
         where = kernels.Ranges(count.cumsum(0) - count, count, longest=max(lengths))
         options = kernels.Options(call.logits.scale, call.logits.softcap, causal=new)
         with_sinks = replace(options, sinks=sinks)
-        if not self.plus:
+        if divisor is None:
             return kernels.column_max(queries, rows, where, with_sinks, query_weight=spread(real))
         lse = kernels.decode(queries, rows, where, with_sinks)[1]
-        lse = lse + spread(call.hidden_states.float().norm(dim=-1).log())
+        lse = lse + spread(divisor.log())
         weights = torch.zeros(len(keys), device=keys.device)
         for g in range(groups):
             columns = slice(g * new, (g + 1) * new)
@@ -333,6 +355,13 @@ class _Scores:
             ]
             weights = torch.maximum(weights, largest * torch.cat(norms))
         return weights
+
+
+def _written(call: LayerCall, stream: int) -> list[tuple[Tensor, Tensor]]:
+    """Return the new pairs `(keys [m, D], values [m, Dv])` of a stream that a pass did not store."""
+    assert call.written is not None  # noqa: S101 - for type checkers
+    keys, values = (tensor.detach().flatten(0, 1)[stream] for tensor in call.written)
+    return [(keys, values)]
 
 
 def _projected_norms(module: nn.Module, values: Tensor, head: int) -> Tensor:

@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvpress.cache.attention import Logits, ungroup
 from kvpress.cache.readout import dense_pairs, why_unreadable
 from kvpress.cache.window import RealTokens
+from kvpress.hf.attention.differentiable import attend_with_graph
 from kvpress.hf.models import CACHE
 from kvpress.hf.session.requests import Request, generated_behind, here
 from kvpress.observe.call import LayerCall, rotary_parts
@@ -246,7 +247,18 @@ def attention(
             f"in {type(module).__name__}, tokens of an image attend to later ones, but sparse prefill is "
             "causal: leave out the pattern (`reach` of video_xl2)"
         )
-    if reads_store or pattern is not None:
+    if forward.differentiable:
+        keys, values = store.window.filled_keys.detach(), store.window.filled_values.detach()
+        if store.sealed:
+            result = attend_with_graph(call, query, *call.written)  # type: ignore[misc]
+            result = _out_of_order(result.to(query.dtype), key, plan.tiles)
+        else:
+            stored = _arranged(keys, values, key, plan.tiles)
+            keys, values = (torch.cat(pair, dim=2) for pair in zip(stored, (key, value), strict=True))
+            visible = native(keys.shape[2])
+            run = native_attention(module)
+            result, _ = run(module, native_query, keys, values, visible, scaling=scaling, dropout=dropout, **kwargs)
+    elif reads_store or pattern is not None:
         reader = None if rereads or not reads_store else plan.reader(call)
         pattern_attention = None if pattern is None else partial(pattern.attend, call)
         out, call.lse = store.attend(query, call.logits, real, call.sinks, reader, pattern_attention)

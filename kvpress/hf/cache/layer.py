@@ -47,6 +47,8 @@ class PressLayer(CacheLayerMixin):
         """Call of the attention module that runs now."""
         self.static = False
         """Whether the call is a captured decode step."""
+        self.read_only = False
+        """Whether the call leaves the store as it is."""
         self.interrupted: int | None = None
         """Tokens seen before a pass that failed between two layers of the cache."""
         self.padded = False
@@ -113,7 +115,7 @@ class PressLayer(CacheLayerMixin):
             return self._update_without_press(key_states, value_states)
         if self.static:
             self.store.window.write(key_states, value_states)
-        else:
+        elif not self.read_only:
             self.store.append(key_states, value_states)
         self.call.store = self.store
         self.call.written = (key_states, value_states)

@@ -84,6 +84,8 @@ class Forward:
     """Call of `generate` that the pass belongs to; None outside `generate`."""
     watch: Watch | None = None
     """Receiver of the calls while the session itself reads behind a cache."""
+    differentiable: bool = False
+    """Whether the pass is part of an autograd graph, so that the cache must not change."""
     static: Any = None
     """Recording of a decode step, while one is made."""
     owns_cache: bool = True
@@ -198,7 +200,8 @@ class Forward:
         call, self.call = self.call, None
         if call is not None:
             layer = call.cache.layers[call.layer.cache_index]
-            layer.call, layer.static, layer.padded = None, False, call.tokens.mask is not None
+            layer.call, layer.static, layer.read_only = None, False, False
+            layer.padded = call.tokens.mask is not None
         return call
 
     def end(self) -> None:

@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvpress.hf.cache.layer import PressLayer
 from kvpress.hf.models import with_cache
 from kvpress.hf.session.base import BaseSession
-from kvpress.hf.session.requests import Forward, as_pass
+from kvpress.hf.session.requests import Forward, as_pass, here
+from kvpress.hf.session.token_dropping import decoder_layers
 from kvpress.observe.passes import Pass, Watch
 
 
@@ -31,13 +34,45 @@ class DecoderReader:
             (call.store, call.store.seen, call.store.window.length, dict(call.store.window.side)) for call in done.calls
         ]
         try:
-            self._run(done, ids, done.position + torch.arange(ids.shape[1], device=done.position.device), watch)
+            with torch.no_grad():
+                positions = done.position + torch.arange(ids.shape[1], device=done.position.device)
+                self._run(done, ids, positions, Forward(self.session, watch=watch or (lambda call: None)))
         finally:
             for store, seen, length, side in stores:
                 store.window.crop(store.window.length - length)
                 store.seen, store.window.side = seen, side
             for layer, state in other_layers:
                 layer.__dict__.update(state)
+
+    def read_differentiably(self, done: Pass, ids: Tensor, watch: Watch) -> Tensor:
+        """Read `ids [B, m]` after the cache of a pass under autograd; return the output `[B, m, hidden]` of the last layer."""
+        name, session = type(self.model).__name__, self.session
+        if session.lends or any(not _appends(layer) for layer in done.cache.layers):
+            raise NotImplementedError(
+                f"{name} has cache layers that are updated in place, or that several modules share, so no gradient can pass "
+                "through them; use kvzip, which needs none"
+            )
+        other_layers = [(layer, dict(layer.__dict__)) for layer in done.cache.layers if type(layer) is not PressLayer]
+        outputs: list[Tensor] = []
+        forward = Forward(session, watch=watch, differentiable=True)
+        last = decoder_layers(self.model, session.modules)[-1]
+        hooks = [
+            last.register_forward_hook(partial(_keep_output, forward, outputs)),
+            self.model.get_input_embeddings().register_forward_hook(partial(_begin_graph, forward)),
+        ]
+        was_inference = torch.is_inference_mode_enabled()
+        try:
+            with torch.inference_mode(False), torch.enable_grad():
+                positions = done.position.clone() + torch.arange(ids.shape[1], device=done.position.device)
+                self._run(done, ids.clone(), positions, forward)
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for layer, state in other_layers:
+                layer.__dict__.update(state)
+            if was_inference:
+                done.cache.__dict__["_kvpress_inference"] = True  # the rest of the outer pass makes inference tensors
+        return outputs[0]
 
     def reread(self, done: Pass, tokens: int) -> None:
         """Read the newest tokens of a pass again at their positions, and replace their pairs."""
@@ -55,9 +90,9 @@ class DecoderReader:
         since = [store.since_eviction for store in stores]
         for store in stores:
             store.take_back(tokens)
-        self._run(
-            done, done.ids[:, -tokens:], done.position + torch.arange(-tokens, 0, device=done.position.device), None
-        )
+        with torch.no_grad():
+            positions = done.position + torch.arange(-tokens, 0, device=done.position.device)
+            self._run(done, done.ids[:, -tokens:], positions, Forward(self.session, watch=lambda call: None))
         for store, side, generated in zip(stores, sides, since, strict=True):
             store.since_eviction = generated
             for name, newest in side.items():
@@ -65,13 +100,13 @@ class DecoderReader:
                 older = stored[..., : store.window.length - tokens]
                 store.window.side[name] = torch.cat([older, newest], dim=-1)
 
-    def _run(self, done: Pass, ids: Tensor, positions: Tensor, watch: Watch | None) -> None:
-        """Run the decoder with no hook of the session but `watch`."""
+    def _run(self, done: Pass, ids: Tensor, positions: Tensor, forward: Forward) -> None:
+        """Run the decoder as the pass `forward`, with no hook of the session but its `watch`."""
         mask, seen = done.mask, done.seen
         if mask is not None:
             mask = torch.cat([mask, mask.new_ones(ids.shape[:2])], dim=1)[:, : seen + ids.shape[1]]
         tokens = {"inputs_embeds" if ids.is_floating_point() else "input_ids": ids}
-        with torch.no_grad(), as_pass(Forward(self.session, watch=watch or (lambda call: None))):
+        with as_pass(forward):
             self.session.decoder(
                 **tokens,
                 attention_mask=mask,
@@ -79,6 +114,22 @@ class DecoderReader:
                 **with_cache(done.cache),
                 use_cache=True,
             )
+
+
+def _appends(layer: Any) -> bool:
+    """Whether new pairs of a cache layer give new tensors, so that a graph through them is not overwritten."""
+    return type(layer) is PressLayer or isinstance(layer, DynamicSlidingWindowLayer)
+
+
+def _begin_graph(forward: Forward, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+    """Make the embeddings of a pass leaves of its graph, so that it exists even if no parameter requires a gradient."""
+    return output.detach().requires_grad_() if here.forward is forward else None
+
+
+def _keep_output(forward: Forward, outputs: list[Tensor], module: nn.Module, args: Any, output: Any) -> None:
+    """Add the hidden states that a decoder layer returns in the pass `forward` to a list."""
+    if here.forward is forward:
+        outputs.append(output if isinstance(output, Tensor) else output[0])
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores from the gradient of a model that repeats its prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from kvpress.core.checks import Count
+from kvpress.core.model import ModelFacts
+from kvpress.core.recipe import Recipe
+from kvpress.core.registry import Exemption, Refusal, register
+from kvpress.observe.call import LayerCall
+from kvpress.observe.passes import Pass
+from kvpress.presses.criticalkv import check_outputs
+from kvpress.presses.kvzip import KVzipPress, RepetitionScores, add_repeated_queries
+
+
+@register(
+    "kvgrad",
+    "evict",
+    "KVgrad, 2026, OpenReview:cg1wTCJjjk",
+    example="kvgrad:0.5",
+    cases=("kvgrad:0.5,layerwise=true,repeat_prompt=",),
+    refuses=(Refusal("kvgrad:0.5", "there is no tokenizer beside the model and `repeat_prompt` is text"),),
+    exempt=(
+        Exemption(
+            "pairs per layer",
+            "layers share one budget; what is kept is tested against autograd on eager attention",
+            "`layerwise=False`",
+        ),
+    ),
+)
+@dataclass
+class KVgradPress(KVzipPress):
+    """Keep the pairs that a repetition of the prompt depends on, by input times gradient; heads and layers compete.
+
+    As with `KVzipPress`, the model reads the prompt again in chunks of `chunk_size` tokens behind an instruction. One backward
+    pass for each chunk gives the gradient of the squared norm of the last hidden states x[i], before the final norm, at the
+    output o[i] of each attention:
+
+        phi            = sum over the tokens i of the pass of ||x[i]||^2
+        score[b, h, t] = max over i and the query heads g of the GQA group of a[g, i, t] * ||W_o[g] v[t]|| * ||d phi / d o[i]||
+
+    a is the softmax over the sinks, the pairs of the chunk and the pass itself, W_o[g] the output projection of query head g.
+    Only the pass is differentiated: stored pairs and parameters are constants. `layerwise` gives every layer the same number
+    of pairs, the first `n_sink` tokens always stay, and `repeat_prompt` and `tokenizer` are those of `KVzipPress`.
+
+    A prompt costs three to four times its prefill. The graph of one chunk is in memory at a time: its activations in all
+    layers. In a later turn, whose cache has sealed pairs already, the graph also has their attention weights. Smaller chunks
+    need less memory, and more passes over the prompt.
+
+    Paper: KVgrad, 2026, https://openreview.net/forum?id=cg1wTCJjjk; formulas and defaults from NVIDIA kvpress 0.5.5.
+    Differs from the paper: nothing in the scores; each row of a batch is scored on its own, and evicted pairs are freed.
+    """
+
+    chunk_size: Count = 512
+    kvzip_plus_normalization: bool = field(init=False, default=False, repr=False)
+
+    def recipe(self, model: ModelFacts | None = None) -> Recipe:
+        check_outputs(model)
+        return super().recipe(model)
+
+    def read_chunk(self, prefill: Pass, ids: Tensor, place: Tensor, scores: RepetitionScores) -> None:
+        calls: list[LayerCall] = []
+        hidden = prefill.read_differentiably(ids, calls.append)
+        outputs = [call.output if isinstance(call.output, Tensor) else call.output[0] for call in calls]
+        with torch.inference_mode(False), torch.enable_grad():
+            real = torch.arange(ids.shape[1]) < scores.lengths.clone()[:, None]
+            objective = (hidden.float().square().sum(dim=-1) * real.to(hidden.device)).sum()
+            gradients = torch.autograd.grad(objective, outputs)
+        for call, gradient in zip(calls, gradients, strict=True):
+            detached = replace(call, queries=call.queries.detach())
+            scores.take_in(detached, 1 / gradient.float().norm(dim=-1))
+            add_repeated_queries(detached, place)
