@@ -32,7 +32,7 @@ SHOTS = "kept shots"
 @register(
     "shotkv",
     "evict",
-    "Liu et al., 2025, arXiv:2502.01941",
+    "after Liu et al., 2025, arXiv:2502.01941",
     example="shotkv:0.5,separator=Question:",
     refuses=(
         Refusal("shotkv:0.5", "neither separator nor shots is given"),
@@ -59,9 +59,9 @@ class ShotKVPress(BasePress):
     default the one in the folder of the model. `shots` lists ranges of positions in the first prompt instead, padding not
     counted: `12:80 80:164`. `window_size` is w. A shot is scored once, together with the other shots of its prompt or turn.
 
-    Paper: Liu et al., Can LLMs Maintain Fundamental Abilities under KV Cache Compression?, 2025, arXiv:2502.01941.
-    Differs from the paper: attention is that of the last w queries instead of all; generated tokens are kept, unless a
-    press for them is composed with it, such as `shotkv:0.5,... + scope`.
+    Paper: after Liu et al., Can LLMs Maintain Fundamental Abilities under KV Cache Compression?, 2025, arXiv:2502.01941.
+    Differs from the paper: only its method for prompts is here, and generated tokens are kept, unless a press for them is
+    composed with it, such as `shotkv:0.5,... + scope`; attention is that of the last w queries instead of all.
     """
 
     compression_ratio: Ratio = 0.0

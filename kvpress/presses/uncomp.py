@@ -24,11 +24,14 @@ from kvpress.observe.view import View
 from kvpress.presses.head_shares import HeadShares
 from kvpress.presses.snapkv import SnapKVPress
 
+QUERY_HEADS = 32
+"""Query heads of the models that the authors chose their threshold for."""
+
 
 @register(
     "uncomp",
     "budget",
-    "Xiong et al., 2024, arXiv:2410.03090",
+    "after Xiong et al., 2024, arXiv:2410.03090",
     example="uncomp:0.5",
     cases=(
         "uncomp:0.5,window_size=4",
@@ -52,16 +55,17 @@ class UNCompPress(SnapKVPress):
 
         (1 - (1 - last_stage) * stage / last) * (1 + spread, or 1 - spread)
 
-    A new stage begins at a layer whose H, summed over its query heads, is lower by more than `drop` than that of the layer
-    before. `last` is the number of the last stage, which gets `last_stage` of the budget of the first stage; the others lie
-    evenly in between. In a layer, the half of the heads with the larger H gets the factor 1 + `spread`, the other half 1 -
+    A new stage begins at a layer whose mean H over its query heads, times 32, is lower by more than `drop` than that of the
+    layer before. `last` is the number of the last stage, which gets `last_stage` of the budget of the first stage; the others
+    lie evenly in between. In a layer, the half of the heads with the larger H gets the factor 1 + `spread`, the other half 1 -
     `spread`, and a head in the middle 1. Budget that exceeds a head's pairs goes to other heads; the total is met exactly.
 
-    Paper: Xiong et al., UNComp: Can Matrix Entropy Uncover Sparsity? A Compressor Design from an Uncertainty-Aware
+    Paper: after Xiong et al., UNComp: Can Matrix Entropy Uncover Sparsity? A Compressor Design from an Uncertainty-Aware
     Perspective, 2024, arXiv:2410.03090.
-    Differs from the paper: entropies are those of the prompt, where the authors measure them beforehand; stages shorten the
-    cache of their layers, while hidden states are never dropped, so that prefill is no faster; the mean of the budgets is
-    the requested one; generated tokens are kept, unless inside `DecodingPress`.
+    Differs from the paper: the authors sum H over the query heads, 32 in their models; here 32 times the mean stands for that
+    sum, so that `drop` is the same change in models with fewer heads. Entropies are those of the prompt, where the authors
+    measure them beforehand; stages shorten the cache of their layers, while hidden states are never dropped, so that prefill
+    is no faster; the mean of the budgets is the requested one; generated tokens are kept, unless inside `DecodingPress`.
     """
 
     window_size: Count = 32
@@ -127,7 +131,7 @@ class ByEntropy(HeadShares):
         layer_entropies = [
             torch.cat([e for e, view in zip(entropies, views, strict=True) if view.layer == at]) for at in layers
         ]
-        stages = self.stages([float(heads.sum()) for heads in layer_entropies])
+        stages = self.stages([QUERY_HEADS * float(heads.mean()) for heads in layer_entropies])
         stage = 1 - (1 - self.press.last_stage) * stages / stages.amax().clamp_min(1)
         weights = {
             at: factor * self.groups(heads.mean(dim=1))

@@ -33,7 +33,7 @@ FITTED_BITS = (2, 3, 4)
 @register(
     "aquakv",
     "quantise",
-    "Shutova et al., 2025, arXiv:2501.19392",
+    "after Shutova et al., 2025, arXiv:2501.19392",
     example="aquakv:bits=3",
     needs="predictors of the model: `kvpress calibrate --method aquakv` (`calibration`)",
     refuses=(
@@ -56,7 +56,7 @@ class AquaKVPress(CalibratedPress):
     either for every layer, or a file of them. Pairs are encoded 32 at a time; the newest `residual_length` and the first
     `sinks` stay dense, as do the layers in `skip_layers`.
 
-    Paper: Shutova et al., Cache Me If You Must: Adaptive Key-Value Quantization for Large Language Models, 2025,
+    Paper: after Shutova et al., Cache Me If You Must: Adaptive Key-Value Quantization for Large Language Models, 2025,
     arXiv:2501.19392.
     Differs from the paper: nothing is predicted from the layer before, neither keys nor values, because layers and heads may
     keep different pairs, and a layer would have to be decoded for the next; values are predicted from the keys of the same

@@ -106,6 +106,20 @@ def test_the_budget_is_met_in_padded_batches_and_after_ragged_evictions() -> Non
     assert sum(len(head) for layer in positions(session.cache) for head in layer[0]) <= 6 * 14
 
 
+@pytest.mark.parametrize(("fall", "stages"), [(0.03, 1), (0.035, 2)])
+def test_the_default_threshold_is_for_any_number_of_heads(
+    fall: float, stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The authors' threshold, 1 for the sum over 32 heads, is met by a mean fall of 1 / 32 in a model of 4."""
+    monkeypatch.setattr(
+        UNCompPress, "entropies", lambda press, view: torch.full((2, 2), 0.5 - fall * (view.layer == 2)).double()
+    )
+    kept = positions(prefill(tiny_model("llama"), UNCompPress(0.5, window_size=4, spread=0.0), tokens(1, 64)))
+    lengths = [sum(len(head) - 4 for head in layer[0]) for layer in kept]
+    assert lengths[0] == pytest.approx(lengths[1], abs=2)
+    assert round(lengths[0] / lengths[2]) == stages
+
+
 def test_a_spread_that_leaves_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="spread must be < 1, got 1"):
         UNCompPress(0.5, spread=1)
