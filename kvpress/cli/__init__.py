@@ -145,7 +145,8 @@ def plan_command(
     from kvpress.cache.report import format_bytes, parse_bytes
     from kvpress.core.effect import assumed_sizes, check_acts, left_whole, left_whole_note
     from kvpress.core.spec import get_press, spelled_out
-    from kvpress.hf.models import load_config, parameters_of_config
+    from kvpress.hf.models import load_config
+    from kvpress.hf.stored_weights import bytes_of_weights
     from kvpress.plan import LONGEST, Geometry, longest_context, plan
 
     room = None
@@ -160,7 +161,7 @@ def plan_command(
             check_acts(get_press(spec))
         rows = [(spec, plan(get_press(spec), geometry, context, batch, generated)) for spec in specs]
         if memory is not None:
-            weights = parameters_of_config(settings) * geometry.dtype.itemsize
+            weights = bytes_of_weights(model, settings, geometry.dtype)
             room = parse_bytes(memory, "memory") - weights
             if room <= 0:
                 raise ValueError(f"memory {memory} does not hold the weights of the model, {format_bytes(weights)}")
