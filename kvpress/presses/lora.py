@@ -49,7 +49,7 @@ class Adapter:
         Raises:
             ValueError: a layer is missing or has another shape.
         """
-        modules = dict(model.named_modules())
+        modules = dict(base_of(model).named_modules())
         for name, (a, b) in self.weights.items():
             module, expected = modules.get(name), (a.shape[1], b.shape[0])
             actual = tuple(getattr(module, size, None) for size in ("in_features", "out_features"))
@@ -81,7 +81,7 @@ class Adapter:
 
         with ExitStack() as hooks:
             for name in self.weights:
-                layer = model.get_submodule(name)
+                layer = base_of(model).get_submodule(name)
                 hooks.callback(layer.register_forward_hook(adapt(name)).remove)
             yield
 
@@ -92,6 +92,12 @@ class Adapter:
             a, b = self.weights[name]
             copies[name] = a.to(inputs), b.to(inputs)
         return copies[name]
+
+
+def base_of(model: Any) -> nn.Module:
+    """Return the model inside one of the peft package, whose layers have the names of the adapters; any other as it is."""
+    base: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return base
 
 
 def read_adapter(place: str, needed: str) -> Adapter:
