@@ -47,8 +47,7 @@ def test_scores_are_the_largest_weights_of_a_second_reading(family: str, plus: b
     torch.testing.assert_close(readings[layer].hidden, call.hidden_states[0, :LENGTH], atol=1e-4, rtol=1e-4)
     values = call.store.window.filled_values[0]
     heads, groups = values.shape[0], call.queries.shape[1] // values.shape[0]
-    projection = output_weight(call.layer.module)
-    assert projection is not None
+    projection = output_weight(call.layer.module, heads, values)
     for head in range(heads):
         best = torch.zeros(LENGTH)
         for query in range(head * groups, (head + 1) * groups):

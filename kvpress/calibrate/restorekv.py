@@ -15,6 +15,7 @@ from kvpress.calibrate.repeated import read_twice
 from kvpress.calibrate.run import CalibrationSettings, FinishedLayers, Report
 from kvpress.core.checks import Count, Positive, Range, Size, check_fields
 from kvpress.core.host import AttentionInputs, host
+from kvpress.core.linear import device_of, embedding_of
 from kvpress.core.model import ModelFacts
 from kvpress.core.scoring import top
 from kvpress.presses.kvzip import KVzipPress
@@ -107,13 +108,14 @@ class RestoreKVSettings(CalibrationSettings):
 def untrained(model: Any, generator: torch.Generator) -> Restore:
     """Return embeddings of random tokens of the vocabulary, and an adapter that adds nothing yet."""
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
-    rows = torch.randint(len(table.weight), (COUNT,), generator=generator)
-    embeddings = table(rows[None].to(table.weight.device))[0].detach().float()
+    rows = torch.randint(table.num_embeddings, (COUNT,), generator=generator)
+    embeddings = table(rows[None].to(device_of(table, rows.device)))[0].detach().float()
     weights = {}
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and layer is not head:
             a = torch.randn(RANK, layer.in_features, generator=generator) / layer.in_features**0.5
-            weights[name] = a.to(layer.weight.device), torch.zeros(layer.out_features, RANK, device=layer.weight.device)
+            device = device_of(layer, a.device)
+            weights[name] = a.to(device), torch.zeros(layer.out_features, RANK, device=device)
     return Restore(embeddings, Adapter("untrained adapter", ALPHA / RANK, weights))
 
 
@@ -158,7 +160,7 @@ class ReadPrompt:
         with host().attending(model, self):
             if ratio is not None:
                 self.phase = "learned"
-                dtype = model.get_input_embeddings().weight.dtype
+                dtype = embedding_of(model).dtype
                 with learned.adapter.added(model):
                     model(
                         inputs_embeds=learned.embeddings[None].to(dtype),

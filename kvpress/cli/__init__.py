@@ -160,9 +160,11 @@ def plan_command(
             check_acts(get_press(spec))
         rows = [(spec, plan(get_press(spec), geometry, context, batch, generated)) for spec in specs]
         if memory is not None:
-            from kvpress.hf.models import parameters_of_config  # builds the model without memory: all of transformers
+            from kvpress.hf.stored_weights import (
+                bytes_of_weights,
+            )  # builds the model without memory: all of transformers
 
-            weights = parameters_of_config(settings) * geometry.dtype.itemsize
+            weights = bytes_of_weights(model, settings, geometry.dtype)
             room = parse_bytes(memory, "memory") - weights
             if room <= 0:
                 raise ValueError(f"memory {memory} does not hold the weights of the model, {format_bytes(weights)}")

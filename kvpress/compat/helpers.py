@@ -19,7 +19,7 @@ from kvpress.core.rerotation import turned
 from kvpress.core.scoring import Scored
 from kvpress.observe.observer import Wanted
 from kvpress.observe.queries import QueryStats, RecentQueries
-from kvpress.presses.criticalkv import output_norms
+from kvpress.presses.criticalkv import output_norms, output_weight
 from kvpress.presses.duo_attention import DuoAttentionPress
 from kvpress.presses.expected_attention import averaged
 from kvpress.presses.head_table import read_head_table
@@ -119,7 +119,8 @@ def two_stage_scores(
 
 def vwl1norm(values: Tensor, module: nn.Module) -> Tensor:
     """Return the norms `[B, H, n]` of `values [B, H, n, Dv]`, of all KV heads, after the output projection."""
-    return output_norms(values, module, values.shape[1])
+    heads = values.shape[1]
+    return output_norms(values, output_weight(module, heads, values), heads)
 
 
 def is_lazy(

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from kvpress.cache import attention
 from kvpress.core.checks import NotNegative, Share
-from kvpress.core.model import ModelFacts
+from kvpress.core.linear import dense_weight, plain_weight
+from kvpress.core.model import LayerFacts, ModelFacts
 from kvpress.core.press import BasePress, ScorerAround, ScorerPress, WrapperPress
 from kvpress.core.recipe import Eviction
 from kvpress.core.registry import Refusal, register
@@ -20,6 +20,8 @@ from kvpress.presses.adakv import AdaKVPress
 
 OUTPUTS = ("o_proj", "out_proj", "dense", "wo")
 """Names that models give to the projection of the attention output."""
+WEIGHT = "output weight"
+"""Name of the projection's weight among the results that views of a layer share."""
 
 _TWO_CHOICES = "both would choose the pairs to keep"
 
@@ -116,29 +118,25 @@ class TwoStages(ScorerAround):
         lowest = scores.masked_fill(~finite, 0.0).amin(dim=2, keepdim=True).clamp_max(0.0)
         view, heads = scored.view, scored.view.call.store.heads
         groups = view.groups if view.call.queries.shape[2] else None  # by hand, there may be no queries
-        norms = output_norms(view.values, view.call.layer.module, heads, view.heads, groups)
+        layer = view.call.layer
+        if WEIGHT not in view.memo:
+            view.memo[WEIGHT] = output_weight(layer.module, heads, view.values, groups)
+        norms = output_norms(view.values, view.memo[WEIGHT], heads, view.heads)
         weighted = torch.where(finite, (scores - lowest + self.epsilon) * norms, scores)
         check_numbers(weighted, "scores times the norms of value outputs", view)
         first_counts = int(counts * self.first) if isinstance(counts, int) else (counts * self.first).long()
         return weighted.masked_fill(top(scores, first_counts), torch.inf)
 
 
-def output_norms(
-    values: Tensor, module: nn.Module, kv_heads: int, shown: slice = slice(None), groups: int | None = None
-) -> Tensor:
+def output_norms(values: Tensor, weight: Tensor, kv_heads: int, shown: slice = slice(None)) -> Tensor:
     """Return L1 norms of `values [b, h, n, Dv]` after the output projection, mean over each GQA group: `[b, h, n]`.
 
-    The module has `kv_heads` KV heads, and the values are those of the heads `shown`. `groups` is the expected number of query
-    heads per KV head; None takes the number from the projection. Raises NotImplementedError if the projection does not fit.
+    `weight [hidden, Hq * Dv]` is that of `output_weight`. The layer has `kv_heads` KV heads, and the values are those of the
+    heads `shown`.
     """
     batch, heads, length, dim = values.shape
-    weight = output_weight(module)
-    if weight is None or weight.shape[1] % (kv_heads * dim):
-        raise no_output(module)
-    actual = weight.shape[1] // (kv_heads * dim)
-    if groups is not None and groups != actual:
-        raise no_output(module)
-    by_head, groups = weight.detach().view(-1, kv_heads, actual, dim)[:, shown], actual
+    groups = weight.shape[1] // (kv_heads * dim)
+    by_head = weight.view(-1, kv_heads, groups, dim)[:, shown]
     norms = torch.empty(batch, heads, length, device=values.device)
     block = max(1, attention.BLOCK_BYTES // (4 * batch * by_head.shape[0] * groups))
     for head in range(heads):
@@ -149,14 +147,41 @@ def output_norms(
     return norms
 
 
-def output_weight(module: nn.Module) -> Tensor | None:
-    """Return the weight `[hidden, Hq * Dv]` of an attention's output projection; None if there is no dense one."""
-    for name in OUTPUTS:
-        weight = getattr(getattr(module, name, None), "weight", None)
-        if isinstance(weight, Tensor) and weight.dim() == 2 and weight.is_floating_point():
-            # Under tensor parallel, a rank has the columns of its own query heads.
-            return weight.to_local() if isinstance(weight, DTensor) else weight
-    return None
+def output_layer(module: nn.Module | None) -> nn.Module | None:
+    """Return the output projection of an attention, in whatever form it stores its weight; None if there is none."""
+    layers = (getattr(module, name, None) for name in OUTPUTS)
+    return next((layer for layer in layers if isinstance(layer, nn.Module)), None)
+
+
+def output_weight(module: nn.Module, kv_heads: int, values: Tensor, groups: int | None = None) -> Tensor:
+    """Return the weight `[hidden, Hq * Dv]` of an attention's output projection, on the device of `values [..., Dv]`.
+
+    Under tensor parallel, it has the columns of the query heads of this rank. A layer without a plain weight is multiplied with
+    unit vectors at each call. `groups` is the number of query heads per KV head; None takes it from the weight or the module.
+
+    Raises:
+        NotImplementedError: there is no output projection, or it does not fit.
+    """
+    layer, size = output_layer(module), kv_heads * values.shape[-1]
+    if layer is None:
+        raise no_output(module)
+    if groups is None:
+        weight = plain_weight(layer)
+        width = getattr(layer, "in_features", size * getattr(module, "num_key_value_groups", 1))
+        groups = (width if weight is None else weight.shape[1]) // size
+    try:
+        return dense_weight(layer, size * groups, values).to(values.device)
+    except ValueError as error:
+        raise no_output(module) from error
+
+
+def has_output(layer: LayerFacts) -> bool:
+    """Whether the output projection of a loaded layer can be read.
+
+    Ranks of tensor parallel add their products up, so that one without a plain weight is unreadable there.
+    """
+    output = output_layer(layer.module)
+    return output is not None and not (layer.shards.is_divided and plain_weight(output) is None)
 
 
 def no_output(module: nn.Module) -> NotImplementedError:
@@ -170,5 +195,5 @@ def no_output(module: nn.Module) -> NotImplementedError:
 def check_outputs(model: ModelFacts | None) -> None:
     """Raise NotImplementedError for models whose attention has no dense output projection."""
     for layer in () if model is None else model.layers:
-        if layer.module is not None and output_weight(layer.module) is None:
+        if layer.module is not None and not has_output(layer):
             raise no_output(layer.module)

@@ -9,16 +9,21 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from kvpress.core.linear import plain_weight
 from kvpress.core.model import LayerFacts
 from kvpress.observe.call import LayerCall
 from kvpress.observe.observer import Observer
-from kvpress.presses.criticalkv import output_weight
+from kvpress.presses.criticalkv import output_layer
 
 
 def input_size(layer: LayerFacts) -> int | None:
-    """Return the size of a layer's hidden states; None if the layer has no dense output projection."""
-    weight = None if layer.module is None else output_weight(layer.module)
-    return None if weight is None else int(weight.shape[0])
+    """Return the size of a layer's hidden states; None if neither its output projection nor its configuration has it."""
+    output = output_layer(layer.module)
+    if (weight := plain_weight(output)) is not None:
+        return int(weight.shape[0])
+    declared = getattr(getattr(layer.module, "config", None), "hidden_size", None)
+    size = getattr(output, "out_features", declared)
+    return size if isinstance(size, int) else None
 
 
 class Gates(Observer, ABC):

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvpress import kernels
 from kvpress.cache.attention import group_queries
@@ -272,6 +272,8 @@ class RepetitionScores:
     def __init__(self, prefill: Pass, rows: list[ReadRow], n_sink: int) -> None:
         self.rows, self.n_sink = rows, n_sink
         self.values: dict[int, list[Tensor]] = {}
+        self.outputs: dict[int, Tensor] = {}
+        """Weights of output projections by layer, kept until the prompt is read."""
         for call in prefill.calls:
             self.values[call.layer.index] = [
                 torch.full((len(slots),), torch.inf, device=call.queries.device)
@@ -343,14 +345,17 @@ class RepetitionScores:
             return kernels.column_max(queries, rows, where, with_sinks, query_weight=spread(real))
         lse = kernels.decode(queries, rows, where, with_sinks)[1]
         lse = lse + spread(divisor.log())
-        weights = torch.zeros(len(keys), device=keys.device)
+        weights, layer = torch.zeros(len(keys), device=keys.device), call.layer
+        if layer.index not in self.outputs:
+            self.outputs[layer.index] = output_weight(layer.module, store.heads, values, groups)
+        outputs = self.outputs[layer.index]
         for g in range(groups):
             columns = slice(g * new, (g + 1) * new)
             largest = kernels.column_max(
                 queries[:, columns], rows, where, options, lse=lse[:, columns], query_weight=spread(real)[:, columns]
             )
             norms = [
-                _projected_norms(call.layer.module, stream, (n % store.heads) * groups + g)
+                _projected_norms(outputs, stream, (n % store.heads) * groups + g)
                 for n, stream in enumerate(values.split(lengths))
             ]
             weights = torch.maximum(weights, largest * torch.cat(norms))
@@ -364,10 +369,8 @@ def _written(call: LayerCall, stream: int) -> list[tuple[Tensor, Tensor]]:
     return [(keys, values)]
 
 
-def _projected_norms(module: nn.Module, values: Tensor, head: int) -> Tensor:
-    """Return the norms `[n]` of `values [n, Dv]` after the output projection of one query head."""
-    weight = output_weight(module)
-    assert weight is not None  # noqa: S101 - checked when the block was entered
+def _projected_norms(weight: Tensor, values: Tensor, head: int) -> Tensor:
+    """Return the norms `[n]` of `values [n, Dv]` after the output projection `weight [hidden, Hq * Dv]` of one query head."""
     weight = weight[:, head * values.shape[1] : (head + 1) * values.shape[1]]
     norms: Tensor = (values.float() @ weight.float().T).norm(dim=-1)
     return norms

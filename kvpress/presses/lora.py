@@ -24,6 +24,8 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "alpha_pattern": (None, {}), "rank_pattern": (None, {}), "fan_in_fan_out": (None, False),
 }  # fmt: skip
 """Supported values of adapter_config.json; None stands for a missing entry."""
+UNKNOWN = (None, None)
+"""Sizes of a layer that states none, as some that pack their weights; they are not checked."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,11 +49,11 @@ class Adapter:
         Raises:
             ValueError: a layer is missing or has another shape.
         """
-        modules = dict(model.named_modules())
+        modules = dict(base_of(model).named_modules())
         for name, (a, b) in self.weights.items():
             module, expected = modules.get(name), (a.shape[1], b.shape[0])
             actual = tuple(getattr(module, size, None) for size in ("in_features", "out_features"))
-            if actual != expected:
+            if module is None or actual not in (expected, UNKNOWN):
                 has = (
                     "no such layer"
                     if module is None
@@ -67,28 +69,35 @@ class Adapter:
         """Add the update to the layers of a model inside the block, in this thread only."""
         thread = threading.get_ident()
 
-        def adapt(a: Tensor, b: Tensor) -> Any:
+        def adapt(name: str) -> Any:
             def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
                 del module
-                return output + self.scale * (args[0] @ a.T @ b.T) if threading.get_ident() == thread else output
+                if threading.get_ident() != thread:
+                    return output
+                a, b = self._weights_for(args[0], name)
+                return output + self.scale * (args[0] @ a.T @ b.T)
 
             return hook
 
         with ExitStack() as hooks:
             for name in self.weights:
-                layer = model.get_submodule(name)
-                hooks.callback(layer.register_forward_hook(adapt(*self._weights_for(layer, name))).remove)
+                layer = base_of(model).get_submodule(name)
+                hooks.callback(layer.register_forward_hook(adapt(name)).remove)
             yield
 
-    def _weights_for(self, layer: nn.Module, name: str) -> tuple[Tensor, Tensor]:
-        """Return the weights for a layer on its device and in its type, copied once."""
-        like = next(parameter for parameter in layer.parameters())
-        dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()
-        copies = self.moved.setdefault((like.device, dtype), {})
+    def _weights_for(self, inputs: Tensor, name: str) -> tuple[Tensor, Tensor]:
+        """Return the weights for a layer on the device and in the type of its inputs, copied once."""
+        copies = self.moved.setdefault((inputs.device, inputs.dtype), {})
         if name not in copies:
             a, b = self.weights[name]
-            copies[name] = a.to(like.device, dtype), b.to(like.device, dtype)
+            copies[name] = a.to(inputs), b.to(inputs)
         return copies[name]
+
+
+def base_of(model: Any) -> nn.Module:
+    """Return the model inside one of the peft package, whose layers have the names of the adapters; any other as it is."""
+    base: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return base
 
 
 def read_adapter(place: str, needed: str) -> Adapter:

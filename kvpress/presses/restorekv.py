@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from kvpress.core import calibration as calibration
 from kvpress.core.host import host
+from kvpress.core.linear import embedding_of
 from kvpress.core.model import ModelFacts
 from kvpress.core.recipe import Recipe
 from kvpress.core.registry import EVERY_SUITE, Exemption, Refusal, register
@@ -140,16 +141,16 @@ class Restore:
             raise NotImplementedError(
                 f"every layer of {type(model).__name__} looks up the ids of its tokens, and learned tokens have none; use kvzip"
             )
-        hidden = model.get_input_embeddings().weight.shape[1]
+        hidden = embedding_of(model).shape[-1]
         check_shape({EMBEDDINGS: self.embeddings}, EMBEDDINGS, (None, hidden), self.adapter.place, type(model).__name__)
         self.adapter.check(model)
 
     def read(self, done: Pass) -> None:
         """Read the tokens behind a prompt and store their pairs in the observers of the layers."""
-        weight = done.model.get_input_embeddings().weight
+        like = embedding_of(done.model)
         batch = done.calls[0].store.batch
         first = done.position.reshape(-1, *done.position.shape[-2:]).amax(dim=0)  # [B or 1, 1]
-        embeds = self.embeddings.to(weight.device, weight.dtype).expand(batch, -1, -1)
+        embeds = self.embeddings.to(like.device, like.dtype).expand(batch, -1, -1)
         steps = torch.arange(self.count, device=first.device)
         read_at, kept_at = first + steps, first + steps - self.count
 

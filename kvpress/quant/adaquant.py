@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from kvpress.core.checks import Size
 from kvpress.core.host import host
+from kvpress.core.linear import dense_weight
+from kvpress.core.model import LayerFacts
 from kvpress.core.registry import register
 from kvpress.kernels import BITS
 from kvpress.quant.bits import Bits, allocate
@@ -46,8 +49,9 @@ class AdaQuantPress(KIVIPress):
             ValueError: `average_bits` is below the smallest allowed width.
             NotImplementedError: the projections of keys and values cannot be found in the model.
         """
-        layers = host().facts_of(model).layers
-        norms = [float(w.float().norm()) for layer in layers for w in projections(layer.module)]
+        facts = host().facts_of(model)
+        like = torch.empty(0, dtype=facts.dtype)
+        norms = [float(w.float().norm()) for layer in facts.layers for w in projections(layer, like)]
         widths = sorted(allowed)
         if average_bits < widths[0]:
             raise ValueError(
@@ -57,15 +61,21 @@ class AdaQuantPress(KIVIPress):
         return cls(bits=tuple(zip(bits[::2], bits[1::2], strict=True)), **settings)
 
 
-def projections(module: nn.Module | None) -> tuple[Tensor, Tensor]:
-    """Return the key and value projection weights, `[H * D, hidden]` each."""
-    attention: Any = module
-    if hasattr(attention, "k_proj") and hasattr(attention, "v_proj"):
-        return attention.k_proj.weight, attention.v_proj.weight
-    if hasattr(attention, "qkv_proj"):
-        kv_heads = attention.config.num_key_value_heads
-        size = attention.qkv_proj.weight.shape[0] // (attention.config.num_attention_heads + 2 * kv_heads) * kv_heads
-        return attention.qkv_proj.weight[-2 * size : -size], attention.qkv_proj.weight[-size:]
-    raise NotImplementedError(
-        f"found neither k_proj and v_proj nor qkv_proj in {type(module).__name__}; give `bits` instead"
-    )
+def projections(layer: LayerFacts, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the key and value projection weights of a layer, `[H * D, hidden]` each; `like` has the type of its inputs.
+
+    Raises:
+        NotImplementedError: there are none under the known names.
+    """
+    attention: Any = layer.module
+    hidden = getattr(getattr(attention, "config", None), "hidden_size", None)
+    names = [name for name in ("k_proj", "v_proj", "qkv_proj") if hasattr(attention, name)]
+    if hidden is None or names not in (["k_proj", "v_proj"], ["qkv_proj"]):
+        raise NotImplementedError(
+            f"found neither k_proj and v_proj nor qkv_proj in {type(attention).__name__}; give `bits` instead"
+        )
+    weights = [dense_weight(getattr(attention, name), hidden, like) for name in names]
+    if len(weights) == 1:
+        size = weights[0].shape[0] // (layer.heads + 2 * layer.kv_heads) * layer.kv_heads
+        return weights[0][-2 * size : -size], weights[0][-size:]
+    return weights[0], weights[1]

@@ -21,7 +21,7 @@ from kvpress.core.registry import Exemption, Refusal, register
 from kvpress.core.scoring import Scored
 from kvpress.presses.adakv import Competition
 from kvpress.presses.cake import share_out
-from kvpress.presses.criticalkv import output_weight
+from kvpress.presses.criticalkv import has_output
 from kvpress.presses.kvzip import KVzipPress
 from kvpress.presses.refit import LEAST_RIDGE, RefitPress
 from kvpress.quant.errors import MOST, QUERIES, ROUNDING, error
@@ -166,8 +166,8 @@ class FrontierPress(OfSize):
     the pairs with the most attention from it stay, weighted by the output of the value, for which heads and layers compete;
     their values and log-weights are solved for with 512 queries of the second reading; and they are stored in 4 bits, keys in 8
     bits where a cache is at most 6 times smaller. `bytes`, such as 512MiB, sets the size instead. The prompt takes at least
-    twice as long to read, and is uncompressed in memory until then. Where the model has no dense output projections, the
-    attention itself is the score.
+    twice as long to read, and is uncompressed in memory until then. Where the model has no output projections that
+    can be read, the attention itself is the score.
 
     Paper: none; see `KVzipPress`, `RefitPress` and `RotatedPress` for the papers of its components.
     Differs from the paper: the second reading has no instruction to repeat the prompt, so that no tokenizer is needed.
@@ -181,9 +181,7 @@ class FrontierPress(OfSize):
         return self._inner(has_outputs=True)
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
-        if model is None or all(
-            layer.module is None or output_weight(layer.module) is not None for layer in model.layers
-        ):
+        if model is None or all(layer.module is None or has_output(layer) for layer in model.layers):
             return super().recipe(model)
         return BudgetedPress(self._inner(has_outputs=False), self.smaller, self.bytes).recipe(model)
 

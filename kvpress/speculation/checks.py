@@ -155,8 +155,8 @@ def check_draft(press: BasePress, proposing: BasePress, is_target: bool, retriev
 
 def check_head(model: Any, press: BasePress, head: EagleHead) -> None:
     """Raise an error for heads of another target, and for presses that do not read the prompt in one plain pass."""
-    lm_head = model.get_output_embeddings()
-    words, width = lm_head.weight.shape
+    settings = model.config.get_text_config(decoder=True)
+    words, width = settings.vocab_size, settings.hidden_size
     if head.width != width:
         raise ValueError(
             f"the head reads hidden states of {head.width} channels, and those of {type(model).__name__} have {width}: use "

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpress.core.linear import device_of, embedding_of
 from kvpress.speculation.eagle import EagleHead, Pairs
 from kvpress.speculation.reader import TokenReader
 
@@ -30,12 +31,14 @@ class HeadReader:
     def __init__(self, model: Any, head: EagleHead, mask: Tensor) -> None:
         self.model, self.mask = model, mask
         self.lm_head, self.embed = model.get_output_embeddings(), model.get_input_embeddings()
-        self.head = head.to(self.lm_head.weight)
+        self.like = embedding_of(model).to(device_of(self.lm_head, model.device))
+        """Tensor in the type and on the device that the head computes in."""
+        self.head = head.to(self.like)
         self.pairs = Pairs()
         self.passes = 0
         self.exact = 1
         self.recorded: list[Tensor] = []
-        self.hidden: Tensor = self.lm_head.weight.new_empty(len(mask), 0, head.width)
+        self.hidden: Tensor = self.like.new_empty(len(mask), 0, head.width)
         """Hidden states of the target up to token `end`."""
         self.guessed: Tensor = self.hidden
         """Newest predicted hidden state."""
@@ -88,7 +91,7 @@ class HeadReader:
         real = mask[:, : first + count].bool()
         positions = (real.long().cumsum(dim=1) - 1).clamp_min(0)[:, first:]
         with torch.no_grad():
-            embedded = self.head.embedded(ids, self.embed).to(self.lm_head.weight)
+            embedded = self.head.embedded(ids, self.embed).to(self.like)
             guessed = self.head.guess(embedded, self._hidden(first, count), self.pairs, positions, real)
             self.guessed = guessed[:, -1:]
             logits: Tensor = self.lm_head(self.guessed)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import kvpress
 from kvpress import AdaKVPress, CriticalAdaKVPress, CriticalKVPress, KnormPress, SnapKVPress
-from kvpress.presses.criticalkv import output_norms
+from kvpress.presses.criticalkv import output_norms, output_weight
 from tests.caches import positions, prefill
 from tests.models import full_layers, padded_batch, tiny_model, tokens
 from tests.presses.scoring import marked, one_view, scored
@@ -47,7 +47,8 @@ def test_values_are_weighed_by_their_reach(family: str, monkeypatch: pytest.Monk
     model, ids = tiny_model(family, "eager"), tokens(2, 40)
     for views in scored(model, CriticalKVPress(KnormPress(0.5)), ids).values():
         for view, _ in views:
-            actual = output_norms(view.values, view.call.layer.module, view.call.store.heads, view.heads)
+            weight = output_weight(view.call.layer.module, view.call.store.heads, view.values)
+            actual = output_norms(view.values, weight, view.call.store.heads, view.heads)
             for row in range(2):
                 expected = norms(model, view.call.layer.module.layer_idx, view.values[row])
                 torch.testing.assert_close(actual[row].double(), expected, atol=1e-3, rtol=1e-4)

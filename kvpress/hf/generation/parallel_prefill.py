@@ -25,6 +25,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from kvpress.cache.files import Packer, Unpacker
 from kvpress.core.calibration import identify
+from kvpress.core.linear import multiplied_weights
 from kvpress.core.press import BasePress
 from kvpress.core.registry import entries
 from kvpress.core.spec import get_press, to_spec
@@ -176,8 +177,7 @@ def balanced(model: PreTrainedModel, length: int, processes: int) -> list[int]:
     """
     facts = facts_of(model)
     pair = sum(4 * layer.heads * layer.head_dim for layer in facts.growing)
-    embedded = model.get_input_embeddings().weight.numel()
-    token = 2 * (sum(parameter.numel() for parameter in model.parameters()) - embedded)
+    token = 2 * multiplied_weights(model)
     cost = [token * at + pair * at * at / 2 for at in range(length + 1)]
     cuts, at = [0], 0
     for part in range(1, processes):
