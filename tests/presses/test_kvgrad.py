@@ -59,7 +59,7 @@ def scores_of(model: Any, ids: Tensor, chunk: int, n_sink: int) -> Tensor:
             weights = weights * gradient.norm(dim=-1)[:, None, :, None]
             values = cache.layers[i].values[:, :, :length]
             groups = weights.shape[1] // heads
-            projection = output_weight(modules[i]).detach().unflatten(1, (heads, groups, -1))
+            projection = output_weight(modules[i], heads, values).detach().unflatten(1, (heads, groups, -1))
             reach = torch.einsum("bhtd,ohgd->bhgto", values, projection).norm(dim=-1).flatten(1, 2)
             head_scores = (weights[..., :length].amax(dim=2) * reach).unflatten(1, (heads, groups)).amax(dim=2)
             scores[:, depth, :, start : start + chunk] = head_scores[..., start : start + chunk]
