@@ -359,6 +359,8 @@ def page(rows: Sequence[Row]) -> str:
         f"Of {ran} types that run, {counts[WORKS]} work ({100 * counts[WORKS] // max(1, ran)}%); none may be wrong or left "
         "uncompressed without an error.",
         "",
+        "Quantised weights and LoRA adapters have [their own table](weights.md).",
+        "",
         "| verdict | types |",
         "|---|---|",
         *(f"| {name} | {count} |" for name, count in counts.items()),

@@ -23,7 +23,8 @@ from tests.goldens import specs
 from tests.models import padded_batch, tiny_model
 from tests.test_runahead import together
 
-STEPS = 4
+STEPS, DECODING_STEPS = 2, 4
+"""Generated tokens, and those under presses that evict while tokens are generated."""
 SIZES = {"num_attention_heads": 8, "num_key_value_heads": 4}
 LENGTHS = {"random": [52, 64], "reference": [262, 270]}
 """Tokens of the two rows that a model reads."""
@@ -74,11 +75,13 @@ def outcome(model: Any, name: str, spec: str) -> tuple[Any, ...]:
     """Return the generated tokens, the stored pairs of every layer and the memory report; or the error as a text."""
     ids, mask = padded_batch(LENGTHS[name])
     torch.manual_seed(0)
+    press = kvpress.get_press(spec)
+    steps = DECODING_STEPS if any(step.acts_in("decode") for step in press.recipe().evictions) else STEPS
     try:
-        with warnings.catch_warnings(), kvpress.get_press(spec)(model), torch.no_grad():
+        with warnings.catch_warnings(), press(model), torch.no_grad():
             warnings.simplefilter("ignore")
             result = model.generate(
-                ids, attention_mask=mask, max_new_tokens=STEPS, do_sample=False, return_dict_in_generate=True
+                ids, attention_mask=mask, max_new_tokens=steps, do_sample=False, return_dict_in_generate=True
             )
     except (ValueError, TypeError, OSError, NotImplementedError) as error:
         return (str(error),)

@@ -159,9 +159,11 @@ def test_every_kernel_attends_as_to_decoded_pairs(bits: tuple[int, int], level: 
     rows, where = segment.operand(), Ranges(*segment.layout.on(CPU))
     assert rows.key_basis is not None
     assert rows.value_basis is not None
-    args = rows.key_basis.enter(q, None), rows, where, Options(0.2, 5.0)
-    out, lse = reference.decode(*args) if level is None else cpu.decode(*args, level=level)
-    out = rows.value_basis.leave(out, None)
+    if level is None:
+        out, lse = reference.decode(rows.key_basis.enter(q, None), rows, where, Options(0.2, 5.0))
+        out = rows.value_basis.leave(out, None)
+    else:
+        out, lse = cpu.decode(q, rows, where, Options(0.2, 5.0), level)
     for n in range(4):
         stream_rows = segment.layout.rows(n)
         weight = segment.log_weight[None, stream_rows]
