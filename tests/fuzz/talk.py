@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 from unittest import mock
 
@@ -17,6 +18,7 @@ from transformers import DynamicCache, LogitsProcessor
 
 import kvpress
 from kvpress import kernels
+from kvpress.core.scoring import Scored
 from tests.fuzz.cases import ROWS, Case
 from tests.fuzz.models import DTYPES, model_of
 from tests.fuzz.specs import Tree
@@ -204,8 +206,27 @@ def noisy_queries(generator: torch.Generator) -> Iterator[None]:
 
 
 @contextmanager
+def noisy_scores(seed: int, size: float) -> Iterator[None]:
+    """Multiply scores by `1 - size` or `1 + size`, as sums in another order would; equal scores stay equal.
+
+    Noise on tokens changes the scores of neighbours alike where one attention weight outweighs all others.
+    """
+    exact = Scored.scores.func
+
+    def changed(scored: Scored) -> Tensor:
+        scores = exact(scored)
+        bits = scores.float().view(torch.int32).long() * (2 * seed + 1) * 2654435761
+        return scores * (1 + size * ((bits >> 13 & 1) * 2 - 1))
+
+    changed_scores = cached_property(changed)
+    changed_scores.__set_name__(Scored, "scores")
+    with mock.patch.object(Scored, "scores", changed_scores):
+        yield
+
+
+@contextmanager
 def noisy(case: Case, seed: int | None) -> Iterator[None]:
-    """Add noise to every embedded token, as large as the rounding errors of the residual stream.
+    """Add noise to every embedded token and every score, as large as the rounding errors of the residual stream.
 
     Two sums per layer are rounded to the dtype, by up to half a unit in the last place each; here the sum is added at once.
     """
@@ -222,7 +243,7 @@ def noisy(case: Case, seed: int | None) -> Iterator[None]:
 
     handle = model_of(case.family, case.dtype).get_input_embeddings().register_forward_hook(change)
     try:
-        with noisy_queries(generator) if QUERIES.get() else nullcontext():
+        with noisy_scores(seed, size), noisy_queries(generator) if QUERIES.get() else nullcontext():
             yield
     finally:
         handle.remove()
