@@ -23,11 +23,13 @@ from transformers import DynamicCache, StaticCache
 import kvpress
 from kvpress.cache import container, header
 from kvpress.cache.header import header_of
+from kvpress.cache.mixed import MixedSegment
 from kvpress.core.press import BasePress
 from kvpress.observe.observer import Observer, Wanted
 from kvpress.quant.codebook import CodedSegment
 from tests.caches import STORAGES, positions, prefill
 from tests.fuzz.cases import Case, ci_cases, random_cases, reaches
+from tests.fuzz.models import BIASED, model_of
 from tests.fuzz.properties import logits_of, refused
 from tests.fuzz.specs import methods, tree_of
 from tests.fuzz.talk import begin
@@ -70,6 +72,18 @@ def chosen_cases() -> list[Case]:
 
 
 CASES = chosen_cases()
+
+
+def test_pairs_of_two_widths_keep_the_offset_of_their_keys(tmp_path: Path) -> None:
+    model, press = model_of(BIASED, "float32"), kvpress.get_press("zipcache:interval=4,residual_length=8")
+    with press(model):
+        cache = model(tokens(1, 60), use_cache=True).past_key_values
+    segments = [segment for layer in cache.layers for segment in layer.store.segments]
+    assert any(segment.key_offset is not None and isinstance(segment, MixedSegment) for segment in segments)
+    loaded = through_a_file(cache, model, tmp_path / "cache.kv")
+    assert positions(loaded) == positions(cache)
+    mask = torch.ones(1, 60, dtype=torch.long)
+    assert torch.equal(follow(model, press, loaded, mask), follow(model, press, cache, mask))
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))
@@ -442,7 +456,8 @@ def test_packed_numbers_come_back_bit_by_bit(tmp_path: Path) -> None:
     assert packed.file_bytes < 0.9 * plain.file_bytes
     loaded = kvpress.load(tmp_path / "packed.kv", model)
     assert torch.equal(loaded.layers[0].store.dense.keys, cache.layers[0].store.dense.keys)
-    assert torch.equal(follow(model, press, loaded, None), follow(model, press, cache, None))
+    mask = torch.ones(1, 60, dtype=torch.long)
+    assert torch.equal(follow(model, press, loaded, mask), follow(model, press, cache, mask))
 
 
 def test_packing_names_missing_requirements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

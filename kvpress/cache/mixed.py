@@ -83,7 +83,8 @@ class MixedSegment(Segment):
             raise ValueError(f"the parts of a MixedSegment do not have {total} pairs together")
 
     def _lengths_of(self, name: str, total: int, streams: int) -> tuple[int, int]:
-        return getattr(self, name).layout.total, streams
+        held = getattr(self, name)
+        return (held.layout.total if isinstance(held, Segment) else total), streams
 
     def _halves(self) -> list[tuple[Tensor, Segment]]:
         """Return each part with a mask of its pairs, bool [total]."""

@@ -93,7 +93,7 @@ class OfSize(Wrapping):
             step = replace(step, scorer=step.scorer.for_fixed_size())
         if not compete:
             step = replace(step, watches=(*step.watches, QUERIES))
-        room = self.room(model, beside_codes(step))
+        room = self.room(model, recorded_bytes(step))
         shared: Allocator = inner if compete else ByError(inner, scope="cache")
         return replace(step, amount=Sized(room=room), allocator=shared)
 
@@ -190,7 +190,7 @@ class FrontierPress(OfSize):
         return RefitPress(repetition, queries="repeat", ridge=LEAST_RIDGE, tokens=QUERIES_READ, weights=True)
 
 
-def beside_codes(step: Eviction) -> int:
+def recorded_bytes(step: Eviction) -> int:
     """Return the bytes of log-weights and recorded numbers that an eviction stores with each pair."""
     held = [request for request in step.wants if request.lasts or step.acts_in("decode")]
     recorded = {name for request in held for name in request.make().sides}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import kvpress
 from kvpress.hf.models import facts_of
-from kvpress.quant.budgeted import OfSize, beside_codes
+from kvpress.quant.budgeted import OfSize, recorded_bytes
 from kvpress.quant.widths import FEWEST, WIDTHS
 from kvpress.testing.comparison import Fault, explain, same
 from kvpress.testing.memory import reachable
@@ -208,7 +208,7 @@ def check_size(conversation: Talk, tree: Tree) -> None:
         return
     seen = conversation.cache.get_seq_length() - (last.steps - 1)
     facts = facts_of(conversation.model)
-    room = press.room(facts, max(beside_codes(step) for step in press.recipe(facts).evictions))
+    room = press.room(facts, max(recorded_bytes(step) for step in press.recipe(facts).evictions))
     smallest = room.streams * room.held(min(FEWEST, seen), min(WIDTHS))
     size = max(room.allowed(seen) * room.streams, smallest)
     layers = [layer for layer in kvpress.memory_report(conversation.cache).layers if layer.compressible]

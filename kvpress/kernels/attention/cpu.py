@@ -73,7 +73,7 @@ def decode_parts(
     fields = [NO_PRODUCTS if products is None else products.fields() for products in added] or [NO_PRODUCTS] * len(
         parts
     )
-    if len(parts) == 1 and not others and not parts[0].has_basis:
+    if len(parts) == 1 and not others and not parts[0].rows.has_basis:
         (part,) = parts
         entry = _ENTRIES[part.rows.keys.name]
         failure = launch.run(*entry, *request, *fields[0], *part.fields, stored=part.rows, level=level)

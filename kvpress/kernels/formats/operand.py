@@ -86,6 +86,17 @@ class Rows(_Caching):
         """C struct of `fields`, packed."""
         return packed(self.fields())
 
+    @property
+    def has_basis(self) -> bool:
+        """Whether keys or values are stored in another basis."""
+        return self.key_basis is not None or self.value_basis is not None
+
+    @cached_property
+    def bases(self) -> tuple[Field, ...]:
+        """Fields of ``Bases`` in cpu/basis.h."""
+        sides = (self.key_basis, self.keys.channels), (self.value_basis, self.values.channels)
+        return tuple(field for basis, channels in sides for field in (basis or Basis()).fields(channels))
+
     @cached_property
     def _fits(self) -> set[tuple[int, torch.device]]:
         """Head dimensions and devices of queries that these rows were checked with."""
@@ -304,18 +315,6 @@ class Part(_Caching):
         return starts, listed, lengths, stream, weight, self.rows.count, width, dtype
 
     @cached_property
-    def has_basis(self) -> bool:
-        """Whether keys or values are stored in another basis."""
-        return self.rows.key_basis is not None or self.rows.value_basis is not None
-
-    @cached_property
-    def bases(self) -> tuple[Field, ...]:
-        """Fields of ``Bases`` in cpu/basis.h."""
-        rows = self.rows
-        sides = (rows.key_basis, rows.keys.channels), (rows.value_basis, rows.values.channels)
-        return tuple(field for basis, channels in sides for field in (basis or Basis()).fields(channels))
-
-    @cached_property
     def structure(self) -> bytes:
         """C struct of `fields` and of those of the rows, packed."""
         return packed(self.fields) + self.rows.structure
@@ -331,9 +330,9 @@ class Part(_Caching):
         `added` holds the fields of ``Added`` in cpu/problem.h.
         """
         if added[0] is not None:
-            return packed((entry, len(self.structure), *added, *self.bases)) + self.structure
+            return packed((entry, len(self.structure), *added, *self.rows.bases)) + self.structure
         if entry not in self._structures:
-            self._structures[entry] = packed((entry, len(self.structure), *added, *self.bases)) + self.structure
+            self._structures[entry] = packed((entry, len(self.structure), *added, *self.rows.bases)) + self.structure
         return self._structures[entry]
 
 

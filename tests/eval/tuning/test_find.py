@@ -21,6 +21,7 @@ from kvpress_eval.results.store import CellStore
 from kvpress_eval.tuning import find, scoring
 from kvpress_eval.tuning.find import Wishes, tune
 from kvpress_eval.tuning.result import PRESS, Tuned, print_frontier
+from kvpress_eval.tuning.space import Space
 from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -185,6 +186,7 @@ def test_the_full_cache_may_be_the_smallest_within_the_allowed_loss(
         find, "pick", lambda best, smaller, max_drop: next(measured for measured in best if measured.press == "none")
     )
     monkeypatch.setattr(find, "FINALISTS", 99)
+    monkeypatch.setattr(find, "make_space", lambda statuses: Space(("knorm:0.5",), (), (), ()))  # `none` is a candidate
     tuned, printed = run_tune(
         tmp_path, replace(WISHES, smaller=None, memory="1GB", candidates=8, max_drop=0.0), tasks=("niah_single",)
     )
