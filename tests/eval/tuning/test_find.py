@@ -186,7 +186,7 @@ def test_the_full_cache_may_be_the_smallest_within_the_allowed_loss(
         find, "pick", lambda best, smaller, max_drop: next(measured for measured in best if measured.press == "none")
     )
     monkeypatch.setattr(find, "FINALISTS", 99)
-    monkeypatch.setattr(find, "make_space", lambda statuses: Space(("knorm:0.5",), (), (), ()))  # `none` is a candidate
+    monkeypatch.setattr(find, "make_space", lambda statuses: Space(("knorm",), (), (), ()))  # `none` is a candidate
     tuned, printed = run_tune(
         tmp_path, replace(WISHES, smaller=None, memory="1GB", candidates=8, max_drop=0.0), tasks=("niah_single",)
     )
