@@ -13,6 +13,7 @@ from transformers import DynamicCache
 import kvpress
 from kvpress import CAMPress, DecodingPress, KnormPress
 from kvpress.core.recipe import Rewritten
+from kvpress.observe.shards import UNDIVIDED
 from kvpress.observe.view import View
 from kvpress.presses import cam
 from tests.caches import generate, positions
@@ -122,7 +123,7 @@ def test_random_numbers_are_uniform() -> None:
     for seen_tokens in range(50, 250):
         positions_ = torch.arange(50).expand(3, 2, -1)
         store = type("Store", (), {"heads": 2})()
-        layer = type("Layer", (), {"index": seen_tokens % 7})()
+        layer = type("Layer", (), {"index": seen_tokens % 7, "shards": UNDIVIDED})()
         call = type("Call", (), {"store": store, "layer": layer})()
         view = View(call, [0, 1, 2], slice(0, 2), lambda: None, positions_, seen_tokens, {})  # type: ignore[arg-type, return-value]
         numbers = view.numbers()
