@@ -63,6 +63,11 @@ class EntropyGatedChunkKVPress(ChunkKVPress):
 
     def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
         self.check_choice(step)
+        if model is not None and model.shards.is_divided:
+            raise NotImplementedError(
+                f"EntropyGatedChunkKVPress averages scores over all heads, and tensor parallel divides those of "
+                f"{model.name} among {model.shards.count} ranks; use chunkkv, or load the model without tp_plan"
+            )
         return replace(step, scorer=GatedChunks(step.scorer, self.chunk_length, self.low_entropy_chunk_length))
 
 

@@ -91,9 +91,8 @@ class Rows(_Caching):
         """Whether keys or values are stored in another basis."""
         return self.key_basis is not None or self.value_basis is not None
 
-    @cached_property
     def bases(self) -> tuple[Field, ...]:
-        """Fields of ``Bases`` in cpu/basis.h."""
+        """Return the fields of ``Bases`` in cpu/basis.h; tensors that are not contiguous are copied."""
         sides = (self.key_basis, self.keys.channels), (self.value_basis, self.values.channels)
         return tuple(field for basis, channels in sides for field in (basis or Basis()).fields(channels))
 
@@ -319,21 +318,12 @@ class Part(_Caching):
         """C struct of `fields` and of those of the rows, packed."""
         return packed(self.fields) + self.rows.structure
 
-    @cached_property
-    def _structures(self) -> dict[int, bytes]:
-        """Results of `structure_of` by entry point, without products."""
-        return {}
-
-    def structure_of(self, entry: int, added: tuple[Field, ...]) -> bytes:
+    def structure_of(self, entry: int, added: tuple[Field, ...], bases: tuple[Field, ...]) -> bytes:
         """Return the struct ``Parts::Part`` of cpu/parts.h and `structure`, for the entry point at an address.
 
-        `added` holds the fields of ``Added`` in cpu/problem.h.
+        `added` holds the fields of ``Added`` in cpu/problem.h, `bases` those of ``Bases`` in cpu/basis.h.
         """
-        if added[0] is not None:
-            return packed((entry, len(self.structure), *added, *self.rows.bases)) + self.structure
-        if entry not in self._structures:
-            self._structures[entry] = packed((entry, len(self.structure), *added, *self.rows.bases)) + self.structure
-        return self._structures[entry]
+        return packed((entry, len(self.structure), *added, *bases)) + self.structure
 
 
 def _check_index(stream: Tensor | None, q: Tensor) -> None:
