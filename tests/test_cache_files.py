@@ -456,7 +456,7 @@ def test_packed_numbers_come_back_bit_by_bit(tmp_path: Path) -> None:
     assert packed.file_bytes < 0.9 * plain.file_bytes
     loaded = kvpress.load(tmp_path / "packed.kv", model)
     assert torch.equal(loaded.layers[0].store.dense.keys, cache.layers[0].store.dense.keys)
-    mask = torch.ones(1, 60, dtype=torch.long)
+    mask = torch.ones(2, 300, dtype=torch.long)
     assert torch.equal(follow(model, press, loaded, mask), follow(model, press, cache, mask))
 
 

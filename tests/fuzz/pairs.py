@@ -14,7 +14,7 @@ from tests.fuzz.specs import Tree, inside, intervals, methods, parts_of, place_o
 
 STREAMING = {"duo_attention", "rlkv"}
 """Some heads keep everything and the others a window: see `streaming_window`."""
-BETWEEN_LAYERS = {"cake", "pyramidkv", "kvzip", "fastkvzip", "kvcompose", "headkv", "uncomp"}
+BETWEEN_LAYERS = {"cake", "pyramidkv", "kvzip", "kvgrad", "fastkvzip", "kvcompose", "headkv", "uncomp"}
 """Layers share one budget, so only their mean is predictable."""
 DECIDING = {"simlayerkv", "lukv", "budgeted", "frontier"}
 """The number of kept pairs depends on the data, on a file, or on bytes."""

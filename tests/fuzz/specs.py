@@ -155,6 +155,7 @@ OF_METHOD: dict[tuple[str, str], tuple[Any, ...]] = {
     ("tidal_decode", "skip_layers"): (0,),
     ("tidal_decode", "budget"): (12, 0.25),
     ("duo_attention", "table"): (None,),
+    ("nestedkv", "tau"): (0.6, 0.2),
     ("kvzap", "model_type"): ("linear",),
     ("kvzap", "weights"): ("{networks}",),
     ("headkv", "beta"): (1.2, 4.0),
