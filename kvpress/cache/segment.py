@@ -125,8 +125,12 @@ class Segment(Held, Attended, ABC):
 
     def away(self) -> float:
         """Return bytes per pair outside the memory of the device, which are fetched when the pair is read."""
-        stored = [tensor for tensors in self.storage().values() for tensor in tensors if in_file(tensor)]
-        return sum(tensor.numel() * tensor.element_size() for tensor in stored) / max(1, self.layout.total)
+        kept = self._kept()
+        if "away" not in kept:
+            stored = [tensor for tensors in self.storage().values() for tensor in tensors if in_file(tensor)]
+            kept["away"] = sum(tensor.numel() * tensor.element_size() for tensor in stored) / max(1, self.layout.total)
+        size: float = kept["away"]
+        return size
 
     @property
     def log_weight(self) -> Tensor | None:

@@ -58,9 +58,15 @@ class Attended(ABC):
         super().__init_subclass__()
         if "attend" in vars(cls) and "as_parts" not in vars(cls):
             cls.as_parts = Attended._no_parts  # type: ignore[method-assign]
+        if "attend_rows" in vars(cls) and "chosen_part" not in vars(cls):
+            cls.chosen_part = Attended._no_chosen_part  # type: ignore[method-assign]
 
     def _no_parts(self, queries: Tensor, logits: Logits) -> list[kernels.Part] | None:
         del queries, logits
+        return None
+
+    def _no_chosen_part(self, queries: Tensor, logits: Logits, rows: Tensor, counts: Tensor) -> kernels.Part | None:
+        del queries, logits, rows, counts
         return None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -175,7 +181,8 @@ class Attended(ABC):
     ) -> Partial:
         """Attend to selected pairs only: the first `counts[i]` of the flat `rows [q * N, K]`, int64, for query stream i.
 
-        The pairs belong to stream `streams[i]`, int64, or to stream `i % N` without `streams`.
+        The pairs belong to stream `streams[i]`, int64, or to stream `i % N` without `streams`. A format that overrides this
+        must override `chosen_part` to match; otherwise it is computed in a separate call.
         """
         if (operand := self._served(queries, logits)) is not None:
             if streams is None and len(rows) != self.layout.streams:
@@ -186,6 +193,14 @@ class Attended(ABC):
         visible = torch.arange(rows.shape[1], device=rows.device) < counts[:, None]
         weight = None if weight is None else weight[rows]
         return attend(queries, keys.view(shape), values.view(shape), logits, visible[:, None, :], weight)
+
+    def chosen_part(self, queries: Tensor, logits: Logits, rows: Tensor, counts: Tensor) -> kernels.Part | None:
+        """Return the part for an operator that computes `attend_rows` together with other segments; None without one.
+
+        There is one query stream for each stream: `queries [N, M, D]`, `rows [N, K]`.
+        """
+        operand = self._served(queries, logits)
+        return None if operand is None else kernels.Part(operand, kernels.Listed(rows, counts))
 
     def mass(self, queries: Tensor, logits: Logits, lse: Tensor) -> Tensor:
         """Return the attention of every pair, summed over query rows, float32 [total]; `lse [N, M]` covers all stored pairs."""

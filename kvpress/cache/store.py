@@ -31,8 +31,11 @@ from kvpress.cache.segment import DenseSegment, Segment, survivors
 from kvpress.cache.storage import moved, tensors_in
 from kvpress.cache.window import Cursor, RealTokens, Window
 
-Reader = Callable[[Tensor], list[Partial]]
-"""Attends from `queries [N, G * Q, D]` to the pairs of encoded segments that were selected for each token."""
+Reader = Callable[[Tensor], Sequence[Partial | kernels.Part]]
+"""Selects pairs of the encoded segments for `queries [N, G * Q, D]`.
+
+The result has the attention to them, and parts to attend to in the same call as to the other pairs.
+"""
 Opened = Callable[[Window, RealTokens | None], Partial]
 """Attends from the newest tokens to the selected pairs of the window."""
 
@@ -190,7 +193,11 @@ class KVStore(Rollback):
         hides = self._hides_sealed(mask)
         fully_read = self.sealed
         if reader is not None and self.segments and not hides:
-            parts += reader(rows)
+            for read in reader(rows):
+                if isinstance(read, kernels.Part):
+                    operator_parts.append(read)
+                else:
+                    parts.append(read)
             fully_read = self.sealed[len(self.segments) :]
         for segment in fully_read:
             hidden = self._hidden(segment, mask.real) if hides and mask is not None else None

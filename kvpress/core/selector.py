@@ -27,7 +27,7 @@ from kvpress.cache.selection import (
     joined,
 )
 from kvpress.cache.store import KVStore
-from kvpress.kernels import Ranges, top_rows
+from kvpress.kernels import Part, Ranges, top_rows
 from kvpress.observe.call import LayerCall
 
 TILE = 64
@@ -78,15 +78,17 @@ class Selector(ABC):
     def prepare(self, store: KVStore) -> None:  # noqa: B027 - not every selector has an index
         """Index the sealed pairs of a layer, so that its memory is reported and the first query need not wait."""
 
-    def attend(self, call: LayerCall, queries: Tensor) -> list[Partial]:
+    def attend(self, call: LayerCall, queries: Tensor) -> Sequence[Partial | Part]:
         """Attend from `queries [N, G * Q, D]` to the chosen pairs of `call.store.segments`; store the choice in `call.read`.
 
-        Tokens choose in blocks, which bounds the memory of scores.
+        Tokens choose in blocks, which bounds the memory of scores. Pairs that one token chose are returned as parts, where an
+        operator can read them together with the other pairs of the layer.
         """
         tokens = call.queries.shape[2]
         if tokens == 1:
             call.read = self.choose(call, queries)
-            return self.attend_to(call, queries, call.read)
+            operands = self._operands(call, queries)
+            return self.attend_to(call, queries, call.read) if operands is None else operands
         token_queries, streams = by_token(queries, tokens), len(queries)
         read: list[Selection] = []
         parts: list[list[Partial]] = []
@@ -103,6 +105,22 @@ class Selector(ABC):
             (by_stream([out for out, _ in blocks], streams), by_stream([lse for _, lse in blocks], streams))
             for blocks in zip(*parts, strict=True)
         ]
+
+    def _operands(self, call: LayerCall, queries: Tensor) -> list[Part] | None:
+        """Return the pairs of `call.read` as parts; None where `attend_to` has more to do than to read them."""
+        segments, selection = call.store.segments, call.read
+        if self.adds or selection is None or len(selection) != 1:
+            return None
+        parts = [
+            segment.chosen_part(queries, call.logits, pairs.rows, pairs.counts)
+            for segment, pairs in zip(segments, selection[0], strict=True)
+        ]
+        found = [part for part in parts if part is not None]
+        if len(found) < len(parts):
+            return None
+        if fetched := fetched_bytes(segments, selection):
+            call.store.fetched += fetched
+        return found
 
     def attend_to(self, call: LayerCall, queries: Tensor, selection: Selection) -> list[Partial]:
         """Attend from `queries [q * N, G, D]` to the selected pairs, or from `[N, M, D]` to all pairs if `selection` is None.

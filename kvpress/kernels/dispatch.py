@@ -479,6 +479,57 @@ def rows_of_blocks(chosen: Listed, blocks: Ranges, pairs: Ranges, size: int, *, 
     return selection_reference.of_blocks(chosen.rows, chosen.counts, blocks, pairs, size, longest)
 
 
+def page_rows(
+    q: Tensor,
+    low: Tensor,
+    high: Tensor,
+    pages: Ranges,
+    pairs: Ranges,
+    size: int,
+    k: int,
+    *,
+    capacity: int | None = None,
+    longest: int,
+    first: int = 0,
+    last: int = 0,
+    most: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """List the rows of the k pages of each stream with the largest bounds: `rows_of_blocks` of `top_rows` of `page_bounds`.
+
+    On the CPU, where there are at least as many streams as threads, one call of compiled code does all three.
+
+    Args:
+        q: queries [N, M, D]; float32, bfloat16 or float16.
+        low: channel-wise minimum of the keys of each page, as in `page_bounds`.
+        high: channel-wise maximum, as low.
+        pages: pages of each stream.
+        pairs: rows of each stream.
+        size: rows of a page.
+        k: pages to choose of each stream.
+        capacity: most pages that a stream can have; None reads the longest stream.
+        longest: most rows of a stream.
+        first: pages at the start of a stream that are always chosen.
+        last: pages at the end of a stream that are always chosen; k includes first and last.
+        most: pages to choose of each stream where streams differ, int64 [N].
+
+    Returns:
+        As `rows_of_blocks`.
+    """
+    if launch.available(high) and len(q) >= torch.get_num_threads():
+        scoring.check_bounds(q, low, high, pages)
+        selection.check_numbers(q, k, first, last, most)
+        selection.check_sizes(len(q), pages, pairs, size, longest)
+        capacity = scoring.capacity_of(pages, capacity)
+        scoring.check_capacity(pages, capacity)
+        count("page_rows")
+        return selection_cpu.choose_by_bounds(
+            q, Dense(low), Dense(high), pages, pairs, size, k, capacity, longest, first, last, most
+        )
+    bounds = page_bounds(q, low, high, pages, capacity=capacity)
+    rows, counts = top_rows(bounds, pages, k, first=first, last=last, most=most)
+    return rows_of_blocks(Listed(rows, counts), pages, pairs, size, longest=longest)
+
+
 def quantise(x: Tensor, bits: int, group: tuple[int, int], *, dtype: torch.dtype | None = None) -> Packed:
     """Quantise rows in groups of (rows, channels); the last group of rows may be shorter.
 

@@ -32,7 +32,8 @@ class BlockIndex(Protocol):
 class BlockSelector(Selector):
     """Base of selectors that read blocks of `unit` pairs.
 
-    A subclass defines the index of the blocks (`name`, `build`) and the score of each block for a query (`worth`).
+    A subclass defines the index of the blocks (`name`, `build`) and the score of each block for a query (`worth`), or `best`
+    where one operator scores blocks and lists the pairs of the best ones.
     """
 
     budget: Budget
@@ -46,9 +47,19 @@ class BlockSelector(Selector):
     def build(self, segments: Sequence[Segment], previous: Any) -> BlockIndex:
         """Return the index of all pairs of the segments; `previous` is the index from before pairs were added, or None."""
 
-    @abstractmethod
     def worth(self, call: LayerCall, queries: Tensor, index: Any) -> tuple[Tensor, Layout]:
         """Return scores `[q * N, most blocks]` of `queries [q * N, G, D]`, -inf past a stream's end, and the blocks' layout."""
+        raise NotImplementedError
+
+    def best(self, call: LayerCall, queries: Tensor, index: Any, pairs: Ranges) -> Chosen | None:
+        """Return the pairs of the best blocks among `pairs`, the rows of each query stream; None if all are read."""
+        scores, blocks = self.worth(call, queries, index)
+        best = self.budget.best([scores], [blocks], self.unit)
+        if best is None:
+            return None
+        chosen = Listed(best[0].rows, best[0].counts)
+        block_ranges = Ranges(*spans_of(blocks, queries))
+        return Chosen(*rows_of_blocks(chosen, block_ranges, pairs, self.unit, longest=index.pairs.longest))
 
     def prepare(self, store: KVStore) -> None:
         if store.segments:
@@ -57,18 +68,14 @@ class BlockSelector(Selector):
     def choose(self, call: LayerCall, queries: Tensor, first: int = 0) -> Selection:
         del first
         index = self._index(call.store)
-        scores, blocks = self.worth(call, queries, index)
-        best = self.budget.best([scores], [blocks], self.unit)
-        if best is None:
-            return None
         layouts = [segment.layout for segment in call.store.segments]
         starts, lengths = spans_of(index.pairs, queries)
         # Over several segments, ranks are listed first.
         pairs = Ranges(starts if len(layouts) == 1 else torch.zeros_like(starts), lengths)
-        chosen = Listed(best[0].rows, best[0].counts)
-        block_ranges = Ranges(*spans_of(blocks, queries))
-        rows, counts = rows_of_blocks(chosen, block_ranges, pairs, self.unit, longest=index.pairs.longest)
-        return [[Chosen(rows, counts)] if len(layouts) == 1 else split_ranks(rows, counts, layouts)]
+        best = self.best(call, queries, index, pairs)
+        if best is None:
+            return None
+        return [[best] if len(layouts) == 1 else split_ranks(best.rows, best.counts, layouts)]
 
     def _index(self, store: KVStore) -> BlockIndex:
         index: BlockIndex | None = store.index.get(self.name)

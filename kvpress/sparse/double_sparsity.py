@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from kvpress.core.model import ModelFacts
 from kvpress.core.recipe import Recipe
 from kvpress.core.registry import Refusal, register
 from kvpress.core.selector import RESIDUAL, TILE, Budget
+from kvpress.kernels import Part
 from kvpress.observe.call import LayerCall
 from kvpress.sparse.base import SelectorPress
 from kvpress.sparse.channels import ChannelTable
@@ -135,7 +137,7 @@ class DoubleSparsitySelector(LabelSelector):
             choose = partial(self.best, store, list(store.segments), queries)
             self.fetching.pending[self] = self.fetching.prefetcher.start(store, choose)
 
-    def attend(self, call: LayerCall, queries: Tensor) -> list[Partial]:
+    def attend(self, call: LayerCall, queries: Tensor) -> Sequence[Partial | Part]:
         pending = None if self.fetching is None else self.fetching.pending.pop(self, None)
         fetched = pending.parts.result() if pending is not None else []
         is_current = pending is not None and pending.store is call.store and pending.seen == call.store.seen

@@ -14,10 +14,11 @@ from kvpress.cache.codec import DenseCodec
 from kvpress.cache.files import keep_whole
 from kvpress.cache.layout import Layout
 from kvpress.cache.segment import Segment, read_keys
+from kvpress.cache.selection import Chosen
 from kvpress.core.checks import Count, Size, check_count
 from kvpress.core.registry import register
 from kvpress.core.selector import Budget, spans_of
-from kvpress.kernels import Ranges, page_bounds
+from kvpress.kernels import Ranges, page_rows
 from kvpress.observe.call import LayerCall
 from kvpress.sparse.base import SelectorPress
 from kvpress.sparse.blocks import BlockSelector, merged_order, pairs_of
@@ -88,14 +89,6 @@ class PageIndex:
             low, high = torch.cat([previous.low, low])[order], torch.cat([previous.high, high])[order]
         return cls(low, high, layout, pairs)
 
-    def bounds(self, queries: Tensor) -> Tensor:
-        """Return upper bounds of the logits in each page, `[q * N, most pages]`, the maximum over `queries [q * N, G, D]`.
-
-        Bounds past the end of a stream are -inf.
-        """
-        ranges = Ranges(*spans_of(self.layout, queries))
-        return page_bounds(queries, self.low, self.high, ranges, capacity=self.layout.longest)
-
     def tensors(self) -> list[Tensor]:
         """Return the stored tensors, for the memory report."""
         return [self.low, self.high]
@@ -138,5 +131,14 @@ class QuestSelector(BlockSelector):
     def build(self, segments: Sequence[Segment], previous: PageIndex | None) -> PageIndex:
         return PageIndex.build(segments, self.unit, previous)
 
-    def worth(self, call: LayerCall, queries: Tensor, index: PageIndex) -> tuple[Tensor, Layout]:
-        return index.bounds(queries), index.layout
+    def best(self, call: LayerCall, queries: Tensor, index: PageIndex, pairs: Ranges) -> Chosen | None:
+        del call
+        layouts = [index.layout]
+        if self.budget.reads_all(layouts, self.unit):
+            return None
+        pages = Ranges(*spans_of(index.layout, queries))
+        rows, counts = page_rows(
+            queries, index.low, index.high, pages, pairs, self.unit, capacity=index.layout.longest,
+            longest=index.pairs.longest, **self.budget.asked(pages.lengths, layouts, self.unit),
+        )  # fmt: skip
+        return Chosen(rows, counts)

@@ -9,13 +9,14 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from kvpress.cache.layout import Layout
+from kvpress.cache.selection import Chosen
 from kvpress.core.checks import Count, Odd, Range, Size
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BasePress
 from kvpress.core.recipe import Recipe
 from kvpress.core.registry import EVERY_SUITE, Exemption, register
 from kvpress.core.selector import Budget
+from kvpress.kernels import Ranges
 from kvpress.observe.call import LayerCall
 from kvpress.presses.snapkv import SnapKVPress
 from kvpress.sparse.quest import PageIndex, QuestSelector
@@ -96,8 +97,8 @@ class ChannelPages(QuestSelector):
         super().__init__(budget, page_size)
         self.channels = channels
 
-    def worth(self, call: LayerCall, queries: Tensor, index: PageIndex) -> tuple[Tensor, Layout]:
-        return super().worth(call, in_largest_channels(queries, self.channels), index)
+    def best(self, call: LayerCall, queries: Tensor, index: PageIndex, pairs: Ranges) -> Chosen | None:
+        return super().best(call, in_largest_channels(queries, self.channels), index, pairs)
 
 
 def in_largest_channels(queries: Tensor, channels: int) -> Tensor:

@@ -15,6 +15,11 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import kvpress
+from kvpress import kernels
+from kvpress.cache.attention import Partial
+from kvpress.cache.segment_attention import options_of
+from kvpress.core.selector import Selector
+from kvpress.observe.call import LayerCall
 from tests.folders import new_folder
 from tests.models import VOCAB, grow, padded_batch, position_ids, tiny_model, tokens
 
@@ -25,6 +30,15 @@ STORAGE = {
     "coupled lengths": "pyramidkv:0.3,window_size=4,beta=4 + ",
     "ragged and packed": "adakv(snapkv:0.3,window_size=4) + kivi:bits=4,residual_length=16 + ",
 }
+
+
+def partials_of(selector: Selector, call: LayerCall, queries: Tensor) -> list[Partial]:
+    """Return the attention of a selector to the pairs that it chooses; pairs returned as parts are read by the operator."""
+    options = options_of(call.logits)
+    return [
+        kernels.decode_parts(queries, [read], options) if isinstance(read, kernels.Part) else read
+        for read in selector.attend(call, queries)
+    ]
 
 
 @cache

@@ -20,7 +20,7 @@ from kvpress.hf.models import facts_of
 from kvpress.observe.call import AttentionLayer, LayerCall, NewTokens
 from kvpress.sparse.double_sparsity import DoubleSparsityPress
 from tests.models import tiny_model, tokens
-from tests.sparse.selecting import build, channels_file, prefilled, step
+from tests.sparse.selecting import build, channels_file, partials_of, prefilled, step
 from tests.sparse.test_selectors import every_selector, padded_or_not
 from tests.sparse.test_several_tokens import NEW, press_for
 from tests.sparse.test_tidal_decode import deep_model
@@ -72,7 +72,7 @@ def test_a_long_turn_never_stores_the_scores_of_all_its_tokens(
                     queries=queries,
                     logits=Logits(dim**-0.5),
                 )
-                parts = layers[layer].attend(call, group_queries(queries, heads))
+                parts = partials_of(layers[layer], call, group_queries(queries, heads))
                 call.lse = attention.merge(parts)[1]
                 layers[layer].after(call)
         largest[new] = noted.bytes

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
@@ -13,7 +14,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvpress
+from kvpress import kernels
 from kvpress.cache.attention import Partial, attend, group_queries
+from kvpress.cache.segment_attention import options_of
 from kvpress.hf.attention.functions import asked
 from kvpress.hf.session.session import session
 from kvpress.observe.call import LayerCall
@@ -74,10 +77,16 @@ def test_estimated_queries_choose_the_fetched_pairs(monkeypatch: pytest.MonkeyPa
     checked = []
     original = DoubleSparsitySelector.attend
 
-    def checking(selector: DoubleSparsitySelector, call: LayerCall, queries: Tensor) -> list[Partial]:
+    def checking(
+        selector: DoubleSparsitySelector, call: LayerCall, queries: Tensor
+    ) -> Sequence[Partial | kernels.Part]:
         is_prefetched = selector.fetching is not None and selector in selector.fetching.pending
         inputs[call.layer.index] = call
-        partials = original(selector, call, queries)
+        read = original(selector, call, queries)
+        options = options_of(call.logits)
+        partials = [
+            kernels.decode_parts(queries, [part], options) if isinstance(part, kernels.Part) else part for part in read
+        ]
         assert is_prefetched == (SKIPPED < call.layer.index < LAYERS - 1)
         choosing = queries
         if is_prefetched:
@@ -94,7 +103,7 @@ def test_estimated_queries_choose_the_fetched_pairs(monkeypatch: pytest.MonkeyPa
                 torch.testing.assert_close(out[n], expected[0][0], atol=1e-4, rtol=1e-4)
                 torch.testing.assert_close(lse[n], expected[1][0], atol=1e-4, rtol=1e-4)
         checked.append(call.layer.index)
-        return partials
+        return read
 
     cache = DynamicCache(config=model.config)
     with press(model):

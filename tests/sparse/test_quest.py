@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from kvpress.cache.attention import Logits, attend, merge
 from kvpress.cache.layout import Layout
 from kvpress.cache.segment import DenseSegment
+from kvpress.kernels import Ranges, page_bounds
 from kvpress.sparse.quest import PageIndex, QuestPress
+from tests.sparse.selecting import partials_of
 
 
 def segment(lengths: list[int], dim: int = 16, seed: int = 0) -> DenseSegment:
@@ -32,7 +34,8 @@ def test_a_page_bounds_every_logit_in_it(lengths: list[int], size: int, groups: 
     if not sealed.layout.total:
         return
     queries = torch.randn(len(lengths), groups, 16, generator=torch.Generator().manual_seed(seed + 1))
-    bounds = PageIndex.build([sealed], size).bounds(queries)
+    index = PageIndex.build([sealed], size)
+    bounds = page_bounds(queries, index.low, index.high, Ranges(*index.layout.on(queries.device)))
     for n, length in enumerate(lengths):
         logits = queries[n] @ sealed.keys[sealed.layout.rows(n)].T
         for page in range(bounds.shape[1]):
@@ -53,7 +56,7 @@ def test_the_best_pages_are_read() -> None:
     )
     selector = QuestPress(budget=16).selector_at(2)
     assert selector is not None
-    out, lse = merge(selector.attend(call, queries))
+    out, lse = merge(partials_of(selector, call, queries))
     for n, position in enumerate((100, 33)):
         page = position // 16
         rows = slice(256 * n + 16 * page, 256 * n + 16 * page + 16)

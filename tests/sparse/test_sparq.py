@@ -24,7 +24,7 @@ from kvpress.plan import Geometry, plan
 from kvpress.sparse.sparq import Shared, SparQPress, _stream_groups
 from tests.models import full_layers, grow, padded_batch, position_ids, tiny_model, tokens
 from tests.pairwise import every_pair
-from tests.sparse.selecting import STORAGE, build, grouped_model, prefilled, step
+from tests.sparse.selecting import STORAGE, build, grouped_model, partials_of, prefilled, step
 
 SPEC = "sparq:budget={budget},channels=8"
 PLAIN = SPEC + ",mean_value=false"
@@ -94,7 +94,7 @@ def test_the_output_is_that_of_the_formula_in_float64(
     call = call_of(segments, queries, softcap)
     rows = group_queries(queries, HEADS)
     selector = SparQPress(budget, channels, mean).selector_at(0)
-    out, lse = merge(selector.attend(call, rows))
+    out, lse = merge(partials_of(selector, call, rows))
     assert torch.isfinite(lse).all()
     for n in range(4):
         expected, read = expected_attention(segments, n, rows[n], channels, budget, mean, softcap)
@@ -120,13 +120,13 @@ def test_extreme_queries_give_finite_results(size: float) -> None:
     segments = [segment(lengths, seed) for seed, lengths in enumerate(LENGTHS)]
     queries = size * torch.randn(2, HEADS * GROUPS, 1, DIM, generator=torch.Generator().manual_seed(5))
     selector = SparQPress(6, 4).selector_at(0)
-    for result in merge(selector.attend(call_of(segments, queries), group_queries(queries, HEADS))):
+    for result in merge(partials_of(selector, call_of(segments, queries), group_queries(queries, HEADS))):
         assert torch.isfinite(result).all()
 
 
 def test_streams_without_sealed_pairs_add_nothing() -> None:
     queries = torch.randn(1, HEADS, 1, DIM, generator=torch.Generator().manual_seed(5))
-    out, lse = merge(SparQPress(6, 4).selector_at(0).attend(call_of([segment([0, 30], 0)], queries), queries[0]))
+    out, lse = merge(partials_of(SparQPress(6, 4).selector_at(0), call_of([segment([0, 30], 0)], queries), queries[0]))
     assert not out[0].any()
     assert lse[0].isneginf().all()
     assert torch.isfinite(out).all()

@@ -48,11 +48,17 @@ def check_blocks(chosen: Listed, blocks: Ranges, pairs: Ranges, size: int, longe
     """Refuse chosen blocks whose streams, block size or length do not match."""
     streams = len(chosen.rows)
     checks.shape("rows", chosen.rows, (streams, "K"), torch.int32)
+    checks.shape("counts", chosen.counts, (streams,), torch.int64)
+    check_sizes(streams, blocks, pairs, size, longest)
+    checks.same_device(chosen.rows, chosen.counts, blocks.starts)
+
+
+def check_sizes(streams: int, blocks: Ranges, pairs: Ranges, size: int, longest: int) -> None:
+    """Refuse blocks and pairs that are not of `streams` streams, and sizes out of range."""
     for name, tensor in (
-        ("counts", chosen.counts), ("blocks.starts", blocks.starts), ("pairs.starts", pairs.starts),
-        ("pairs.lengths", pairs.lengths),
+        ("blocks.starts", blocks.starts), ("pairs.starts", pairs.starts), ("pairs.lengths", pairs.lengths),
     ):  # fmt: skip
         checks.shape(name, tensor, (streams,), torch.int64)
-    checks.same_device(chosen.rows, chosen.counts, blocks.starts, pairs.starts, pairs.lengths)
+    checks.same_device(blocks.starts, pairs.starts, pairs.lengths)
     if size < 1 or longest < 0:
         raise ValueError(f"size must be at least 1 and longest at least 0, got {size} and {longest}")

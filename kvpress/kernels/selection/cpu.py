@@ -59,6 +59,37 @@ def choose_by_labels(
     return chosen.rows, chosen.counts
 
 
+def choose_by_bounds(
+    q: Tensor,
+    low: Dense,
+    high: Dense,
+    pages: Ranges,
+    pairs: Ranges,
+    size: int,
+    k: int,
+    capacity: int,
+    longest: int,
+    first: int = 0,
+    last: int = 0,
+    most: Tensor | None = None,
+    level: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run the kernel that stores no bounds on checked arguments; arguments and results as in `kvpress.kernels.page_rows`."""
+    chosen = _Chosen((len(q), capacity), k)
+    rows = torch.empty(len(q), min(chosen.rows.shape[1] * size, longest), dtype=torch.int32)
+    counts = torch.empty(len(q), dtype=torch.int64)
+    scored = scores_cpu.fields(q, low, high, pages, "max", capacity, None)
+    listed = pairs.starts.contiguous(), pairs.lengths.contiguous(), rows, counts, size, rows.shape[1]
+    stream = launch.run(
+        "scores.cpp", "kvpress_page_rows", *scored, *chosen.fields(None, pages, first, last, most), *listed, level=level
+    )
+    if stream >= len(q):
+        raise refusal(stream - len(q), capacity, most)
+    if stream >= 0:
+        raise scores_cpu.refusal(stream, high)
+    return rows, counts
+
+
 class _Chosen:
     """Tensors for the chosen rows of each stream and their number."""
 
