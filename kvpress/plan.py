@@ -141,21 +141,35 @@ def _peaks(recipe: Recipe, model: Geometry, context: int, batch: int) -> tuple[i
     sizes = [layer.kv_heads * batch * context * model.pair_bytes(layer) for layer in model.growing]
     if not sizes:
         return 0, 0
-    if recipe.chunk is not None:
+    acting = recipe.acting("prefill")
+    if recipe.chunk is not None and not recipe.chunks_are_turns:
         kept, chunk = sum(sizes) * recipe.kept(context) / context, min(1.0, recipe.chunk / context)
         # Passes that end inside a chunk leave up to one uncompressed chunk in every layer.
         at_once, in_pieces = (min(sum(sizes), round(kept + chunk * size)) for size in (max(sizes), sum(sizes)))
         return at_once, in_pieces
-    if any(step.allocator.scope == "cache" or step.prepare is not None for step in recipe.acting("prefill")):
-        return sum(sizes), sum(sizes)
+    if any(step.allocator.scope == "cache" or step.prepare is not None for step in acting):
+        compressed, tokens = 0.0, context
+        if recipe.chunk is not None and recipe.chunk < context:
+            tokens = recipe.chunk
+            streams = [(layer.kv_heads, _read(recipe, model, layer, context)) for layer in model.growing]
+            compressed = batch * sum(heads * stream.bytes for heads, stream in streams)
+        again = max(0 if step.prepare is None else step.prepare.tokens for step in acting)
+        peak = round(compressed + sum(sizes) * (tokens + min(tokens, again)) / context)
+        return peak, peak
     # Layers are compressed in order, so the peak is one full layer beside compressed earlier layers.
-    compressed, peak = 0.0, 0.0
+    compressed = peak = 0.0
     for layer, size in zip(model.growing, sizes, strict=True):
-        stream = _stream(recipe, model, layer, context)
-        stream.read(context, recipe.kept(context))
+        stream = _read(recipe, model, layer, context)
         peak = max(peak, compressed + size)
         compressed += layer.kv_heads * batch * stream.bytes
     return round(max(peak, compressed)), sum(sizes)
+
+
+def _read(recipe: Recipe, model: Geometry, layer: LayerFacts, context: int) -> PlannedStream:
+    """Return the stream of a KV head of a layer after a prompt of `context` tokens."""
+    stream = _stream(recipe, model, layer, context)
+    stream.read(context, recipe.kept(context))
+    return stream
 
 
 def _stream(recipe: Recipe, model: Geometry, layer: LayerFacts, context: int) -> PlannedStream:

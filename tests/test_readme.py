@@ -113,7 +113,7 @@ def test_the_table_of_a_real_size_equals_the_plan() -> None:
     geometry, room = geometry_of_8b()
     text = (DOCS / "memory.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\S+)` \| (\S+ GiB) \| (\S+ GiB) \| (\S+) \|$", text, flags=re.MULTILINE)
-    assert len(rows) == 5
+    assert len(rows) == 6
     for spec, total, peak, longest in rows:
         press = kvpress.get_press(spec)
         planned = plan(press, geometry, 131072)

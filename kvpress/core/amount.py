@@ -67,6 +67,8 @@ class Schedule:
     """Most hidden states stored for presses that read them, while tokens are generated."""
     chunk: int | None = None
     """Prompts are read in chunks of at most this many tokens, with an eviction after each; None reads them at once."""
+    as_turns: bool = False
+    """Each chunk is a turn of its own: pairs that stay are encoded before the next chunk is read."""
     closing: bool = False
     """Evicts after every pass that closes a span, of a prompt or of generated tokens (see `Eviction.among`)."""
 

@@ -117,6 +117,8 @@ class PassHook:
     """The callback runs the model on further tokens behind the cache."""
     repeats: bool = False
     """These tokens are the prompt again, and their queries are added to `SampledQueries` that want repeated ones."""
+    tokens: int = 0
+    """Most tokens of the prompt that one pass reads again."""
     first: bool = False
     """`act` runs before the evictions of the pass, not after them."""
     check: Callable[[], Any] = lambda: None
@@ -202,7 +204,8 @@ class Eviction:
                 "the pairs that restorekv reads behind a prompt have no position in it, so keys and values of the prompt "
                 "cannot be rewritten: take restorekv out of key_rerotation and of presses that merge"
             )
-        if self.refit is not None and not (schedule.prompt and schedule.every is schedule.chunk is None):
+        in_part = schedule.every is not None or (schedule.chunk is not None and not schedule.as_turns)
+        if self.refit is not None and (in_part or not schedule.prompt):
             raise TypeError(
                 "values are refitted once, after a whole prompt: not while tokens are generated (h2o, decoding) and not after "
                 "chunks of a prompt (bounded); use prefill_decoding, with the press that refits as the one for the prompt"
@@ -348,6 +351,11 @@ class Recipe:
         """Most tokens of a prompt read before an eviction; None for the whole prompt."""
         chunks = [step.schedule.chunk for step in self.acting("prefill") if step.schedule.chunk is not None]
         return min(chunks, default=None)
+
+    @property
+    def chunks_are_turns(self) -> bool:
+        """Whether each chunk of a prompt is compressed as a turn of its own."""
+        return any(step.schedule.as_turns for step in self.acting("prefill"))
 
     def kept(self, tokens: int) -> int:
         """Return how many of the `tokens` of a prompt stay per head, on average."""

@@ -98,7 +98,10 @@ class KVzipPress(BudgetPress):
         questions = _Questions(self.repeat_prompt, self.tokenizer, model)  # type: ignore[attr-defined]
         if self.kvzip_plus_normalization:
             check_outputs(model)
-        hook = PassHook(partial(self._repeat, questions), ("prefill",), reads=True, repeats=True, check=questions.ids)
+        hook = PassHook(
+            partial(self._repeat, questions), ("prefill",), reads=True, repeats=True, tokens=self.chunk_size,
+            check=questions.ids,
+        )  # fmt: skip
         scope = "layer" if self.layerwise else "cache"
         scorer: Scorer = Repetition() if self.budget is None else LastingRepetition()
         step = Eviction(scorer, self.amount, Competition(scope=scope), prepare=hook)

@@ -25,7 +25,7 @@ from kvpress.presses.criticalkv import has_output
 from kvpress.presses.kvzip import KVzipPress
 from kvpress.presses.refit import LEAST_RIDGE, RefitPress
 from kvpress.quant.errors import MOST, QUERIES, ROUNDING, error
-from kvpress.quant.widths import FittingCodec, Sized, SizeLimit
+from kvpress.quant.widths import FEWEST, FittingCodec, Sized, SizeLimit
 
 SMALLER = 10.0
 """Default compression factor, used if neither `smaller` nor `bytes` is set."""
@@ -154,7 +154,7 @@ class BudgetedPress(OfSize):
     "frontier",
     "budget",
     example="frontier:smaller=20",
-    cases=("frontier:bytes=12KB",),
+    cases=("frontier:bytes=12KB", "frontier:smaller=10,chunk=64"),
     exempt=ENCODES,
     status="recommended",
 )
@@ -169,25 +169,40 @@ class FrontierPress(OfSize):
     twice as long to read, and is uncompressed in memory until then. Where the model has no output projections that
     can be read, the attention itself is the score.
 
+    With `chunk`, the prompt is compressed while it is read, and the peak is that of the compressed cache and of `chunk` tokens:
+    each chunk is a turn of its own, whose pairs are read again, chosen and encoded before the next chunk is read. Later chunks
+    attend to the compressed ones. With `bytes`, all chunks then have 4 bits.
+
     Paper: none; see `KVzipPress`, `RefitPress` and `RotatedPress` for the papers of its components.
     Differs from the paper: the second reading has no instruction to repeat the prompt, so that no tokenizer is needed.
     """
 
     smaller: Smaller | None = None
     bytes: str | int | None = None
+    chunk: Annotated[int, Range(FEWEST, whole=True)] | None = None
+    has_outputs: bool = field(init=False, default=True, repr=False, compare=False)
 
     @property
     def inner(self) -> BasePress:
-        return self._inner(has_outputs=True)
+        repetition = KVzipPress(repeat_prompt="", chunk_size=CHUNK, kvzip_plus_normalization=self.has_outputs)
+        return RefitPress(repetition, queries="repeat", ridge=LEAST_RIDGE, tokens=QUERIES_READ, weights=True)
+
+    def room(self, model: ModelFacts | None, beside_pair: int = 0) -> SizeLimit:
+        room = super().room(model, beside_pair)
+        return room if self.chunk is None else replace(room, narrowest=room.bytes is not None)
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
         if model is None or all(layer.module is None or has_output(layer) for layer in model.layers):
             return super().recipe(model)
-        return BudgetedPress(self._inner(has_outputs=False), self.smaller, self.bytes).recipe(model)
+        plain = replace(self)
+        plain.has_outputs = False
+        return OfSize.recipe(plain, model)
 
-    def _inner(self, has_outputs: bool) -> BasePress:
-        repetition = KVzipPress(repeat_prompt="", chunk_size=CHUNK, kvzip_plus_normalization=has_outputs)
-        return RefitPress(repetition, queries="repeat", ridge=LEAST_RIDGE, tokens=QUERIES_READ, weights=True)
+    def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
+        step = super().wrap(step, model)
+        if self.chunk is None:
+            return step
+        return replace(step, schedule=replace(step.schedule, chunk=self.chunk, as_turns=True))
 
 
 def recorded_bytes(step: Eviction) -> int:

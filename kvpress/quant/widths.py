@@ -54,6 +54,8 @@ class SizeLimit:
     """Bytes that each pair takes besides its codes and its index: log-weights and recorded numbers."""
     width: Width | None = None
     """Width that earlier pairs of the row are encoded in; None before any are."""
+    narrowest: bool = False
+    """Encodes in the narrowest width, since the prompt is longer than the tokens seen."""
 
     def codec(self, width: Width) -> Codec:
         """Return the codec of a width."""
@@ -113,6 +115,8 @@ class SizeLimit:
         allowed, uncompressed = self.allowed(tokens), tokens * self.full
         if allowed >= uncompressed:
             return DENSE
+        if self.narrowest:
+            return min(WIDTHS)
         room = 8 * self.itemsize * max(0.0, allowed) / uncompressed
         holds = [width for width in WIDTHS if self.bytes is None or self.held(FEWEST, width) <= allowed]
         return next((width for width in holds if room >= WIDTHS[width]), min(WIDTHS))
@@ -135,6 +139,8 @@ class SizeLimit:
     def warn_of_windows(self, view: View) -> None:
         """Warn once per cache if layers with a sliding window keep it well above the size limit."""
         sliding, growing = self.beside(view.seen), self.streams * view.seen * self.full
+        if not growing:
+            return
         smaller = self.smaller or 1.0
         reached = (growing + sliding) / (growing / smaller + sliding)
         if reached > CLOSE * smaller or WARNED in view.call.tokens.shared or not view.call.is_first_prompt:

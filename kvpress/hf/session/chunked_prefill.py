@@ -26,11 +26,14 @@ IMAGES = ("pixel_values", "mm_encoder_outputs")
 
 
 class ChunkedForward:
-    """Forward of a model that reads prompts in chunks and concatenates the outputs."""
+    """Forward of a model that reads prompts in chunks and concatenates the outputs.
 
-    def __init__(self, session: BaseSession, forward: Callable[..., Any], chunk: int) -> None:
+    With `as_turns`, each chunk is compressed as a turn of its own.
+    """
+
+    def __init__(self, session: BaseSession, forward: Callable[..., Any], chunk: int, as_turns: bool = False) -> None:
         update_wrapper(self, forward, updated=())
-        self.session, self.forward, self.chunk = session, forward, chunk
+        self.session, self.forward, self.chunk, self.as_turns = session, forward, chunk, as_turns
         self.names = list(inspect.signature(forward).parameters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -57,16 +60,19 @@ class ChunkedForward:
         cuts = [cut - seen for cut in range(first, min(until, end), self.chunk) if cut > seen]
         if seen < until < end:
             cuts.append(until - seen)  # draft tokens follow
-        if not cuts:
+        if not cuts and not (self.as_turns and seen < until):
             return self.forward(**arguments)
         self._check(arguments, tokens, before)
         outer, here.request, request.prompt_end = here.request, request, until
+        begin = request.prompt_start
         if not before:
             request.prompt_start = seen
         try:
-            return self._read(arguments, [0, *cuts, tokens.shape[1]], seen)
+            return self._read(arguments, [0, *cuts, tokens.shape[1]], seen, request)
         finally:
             here.request, request.prompt_end = outer, before
+            if self.as_turns and before:
+                request.prompt_start = begin
 
     def _check(self, arguments: dict[str, Any], tokens: Tensor, prompt_end: int) -> None:
         if any(name.startswith(IMAGES) and value is not None for name, value in arguments.items()):
@@ -86,9 +92,10 @@ class ChunkedForward:
             if not prompt_end:  # the mask of the whole prompt was checked
                 check_padding(mask)
 
-    def _read(self, arguments: dict[str, Any], edges: list[int], seen: int) -> Any:
+    def _read(self, arguments: dict[str, Any], edges: list[int], seen: int, request: Request) -> Any:
         """Read the tokens between consecutive edges in one pass each."""
         length, keep = edges[-1], arguments.get("logits_to_keep", 0)
+        begin, until = request.prompt_start, request.prompt_end
         first_logit = length - keep if keep else 0
         arguments = {**arguments, "return_dict": True}
         if arguments.get(CACHE) is None:
@@ -96,6 +103,8 @@ class ChunkedForward:
         collected: dict[str, list[Tensor]] = {name: [] for name in OUTPUTS}
         for start, stop in itertools.pairwise(edges):
             part_arguments = self._part(arguments, slice(start, stop), length, seen)
+            if self.as_turns and seen + start < until:
+                request.prompt_start, request.prompt_end = self._turn(begin, until, seen + start)
             if "logits_to_keep" in self.names:
                 part_arguments["logits_to_keep"] = max(1, stop - max(start, first_logit))
             outputs = self.forward(**part_arguments)
@@ -106,6 +115,11 @@ class ChunkedForward:
             if parts:
                 outputs[name] = torch.cat(parts, dim=1)
         return outputs
+
+    def _turn(self, begin: int, until: int, seen: int) -> tuple[int, int]:
+        """Return the first and last token of the chunk with token number `seen`, of a prompt from `begin` to `until`."""
+        end = until - (until - seen - 1) // self.chunk * self.chunk
+        return max(begin, end - self.chunk), end
 
     def _part(self, arguments: dict[str, Any], tokens: slice, length: int, seen: int) -> dict[str, Any]:
         """Return the arguments of a pass over some of the tokens."""

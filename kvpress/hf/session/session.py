@@ -188,7 +188,8 @@ class Session(BaseSession):
         if self.recorder is not None:
             self.captured = CapturedForward(self, forward, self.recorder)
         if self.executor.chunk is not None:
-            self.chunked = ChunkedForward(self, self.captured or forward, self.executor.chunk)
+            as_turns = self.recipe.chunks_are_turns
+            self.chunked = ChunkedForward(self, self.captured or forward, self.executor.chunk, as_turns)
 
     def exit(self) -> None:
         """Leave the block. Calls that run in other threads finish under the press."""
@@ -299,7 +300,7 @@ class Session(BaseSession):
             mask=forward.mask,
             prompt_start=forward.request.prompt_start if prompt_end and forward.request is not None else seen_before,
             prompt_end=prompt_end,
-            chunk=self.executor.chunk,
+            chunk=None if self.recipe.chunks_are_turns else self.executor.chunk,
             candidates=candidates,
             copies=forward.copies(cache),
             ids=forward.ids,
