@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import re
@@ -16,8 +17,11 @@ from typing import Any
 
 import pytest
 import torch
+from kvpress_eval.config.schema import RunConfig
+from kvpress_eval.recall.facts import FactSettings
 from kvpress_eval.report.recall_table import to_markdown
 from matplotlib.figure import Figure
+from rich.console import Console
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -32,6 +36,7 @@ from benchmarks import (
     overhead,
     prefill,
     quality_figures,
+    recall_presses,
     recall_table,
     selection,
     tiers,
@@ -303,6 +308,43 @@ def test_recall_of_several_files_goes_into_one_figure(tmp_path: Path) -> None:
     assert (tmp_path / "f.png").stat().st_size > 1000
     with pytest.raises(ValueError, match="differ in filler"):
         recall_table.joined([records[0], {**records[1], "filler": "essays"}])
+
+
+def test_presses_of_several_files_are_in_tables_of_equal_size(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ("recall_smollm2_1024", "recall_smollm2_1024_budgeted")
+    records = [json.loads(Path(f"benchmarks/results/{name}.json").read_text()) for name in names]
+    rows = recall_table.joined(records)["rows"]
+    recall_table.print_by_size(rows)
+    factor = {row["press"]: row["factor"] for row in rows}
+    kl = {row["press"]: row["kl_mean"] for row in rows}
+    printed: list[str] = []
+    for section in capsys.readouterr().out.split("### ")[1:]:
+        first, *presses = re.findall(r"^\| ([^ ].*?) \|", section, re.MULTILINE)[2:]
+        assert first == "none"
+        assert [kl[press] for press in presses] == sorted(kl[press] for press in presses)
+        printed += presses
+    assert sorted(printed) == sorted(factor.keys() - {"none"})
+
+
+def test_every_published_press_is_measured_or_left_out_with_a_reason() -> None:
+    measured = " ".join(spec for study in recall_presses.STUDIES.values() for spec in study)
+    names = set(re.findall(r"[a-z]\w*", measured)) | {"none"}
+    published = {entry.name for entry in entries() if entry.status in ("recommended", "reproduction")}
+    missing = published - names - recall_presses.NOT_MEASURED.keys()
+    assert not missing
+    assert recall_presses.NOT_MEASURED.keys() <= published - names
+    for entry in entries():
+        assert (recall_presses.NOT_MEASURED.get(entry.name) == recall_presses.ARTEFACT) <= bool(entry.needs)
+
+
+def test_a_press_that_fails_costs_its_own_row(tmp_path: Path) -> None:
+    config = RunConfig(presses=("none",), lengths=(160,), samples=1, threads=1)
+    presses = ("knorm:0.5", "finch:0.5", "kivi:bits=4")
+    console = Console(file=io.StringIO())
+    record = recall_presses.measure_all(config, presses, FactSettings(2), tmp_path / "rows", console)
+    assert [row["press"] for row in record["cells"][0]["rows"]] == ["none", "knorm:0.5", "kivi:bits=4"]
+    assert list(record["failed"]) == ["finch:0.5"]
+    assert "window_size" in record["failed"]["finch:0.5"]
 
 
 def test_ours_is_measured_alone_without_openvino(monkeypatch: pytest.MonkeyPatch) -> None:
