@@ -2,6 +2,7 @@
 """Recall of facts behind every press that acts on a prompt of text, on SmolLM2.
 
     python -m benchmarks.recall_presses half --out half.json [--length 1024] [--filler noise] [--contexts 4] [--threads 1]
+                                        [--take benchmarks/results/recall_smollm2_1024.json ...] [--finished]
     python -m benchmarks.recall_presses quarter --out quarter.json
     python -m benchmarks.recall_presses recommended --out essays.json --filler essays
     python -m benchmarks.recall_presses seen --out seen.json --question-aware
@@ -9,14 +10,17 @@
 
 `half` keeps half of the pairs where a press has a ratio, and its own default size otherwise. Presses are measured in groups
 that share the reading of a context. A group that fails is measured press by press, and the record names the presses that
-failed with the reason. Rows are stored in `FILE.rows`, so that the same command continues a run that was stopped.
+failed with the reason. Rows are stored in `FILE.rows`, so that the same command continues a run that was stopped, and
+`--finished` writes the record of what is there. `--take` copies the rows of the same questions from earlier records.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +31,18 @@ from kvpress_eval.config.schema import RunConfig
 from kvpress_eval.recall.facts import FactSettings
 from kvpress_eval.recall.figures import Margins
 from kvpress_eval.recall.measure import measure
+from kvpress_eval.results.store import CellStore, read_rows
+from kvpress_eval.results.summary import BASELINE
 from kvpress_eval.results.verdict import nats, points
 from rich.console import Console
 
-GROUP = 12
+GROUP = 6
 """Presses of one group."""
+SETTINGS = (
+    "schema", "kvpress", "model", "weights", "device", "dtype", "seed", "language", "filler", "question_aware", "facts",
+    "values",
+)  # fmt: skip
+"""Fields of a record that its rows depend on."""
 EXPECTED = "expected_attention:0.5,epsilon=0.02"
 EVICTORS = (
     "snapkv:0.5",
@@ -69,7 +80,7 @@ EVICTORS = (
     "kvmerger:0.5",
     "subgen:0.5",
     "streaming_llm:0.5",
-    "random:0.5,seed=3",
+    "random:0.5",
     "duo_attention:0.5,on_the_fly_scoring=true",
     "simlayerkv:0.9,n_recent=128",
     "scope:budget=512",
@@ -133,7 +144,7 @@ RECOMMENDED = (
     "quest:budget=128,page_size=4",
 )
 STUDIES: dict[str, tuple[str, ...]] = {
-    "half": (*EVICTORS, *CODECS, *SELECTORS, *SPARSE_PREFILL, *REREADERS, *SIZES),
+    "half": (*CODECS, *EVICTORS, *SELECTORS, *SPARSE_PREFILL, *REREADERS, *SIZES),
     "quarter": (
         "kvzip:0.75",
         "kvgrad:0.75",
@@ -194,10 +205,39 @@ NOT_MEASURED = {
 """Presses of status recommended and reproduction that no study measures, with the reason."""
 
 
+def take_rows(folder: Path, records: Sequence[dict[str, Any]], presses: Collection[str], config: RunConfig) -> int:
+    """Store the rows of `presses` on the questions of `config` that earlier records hold; return their number.
+
+    A measurement with other settings than those of the records refuses the folder.
+    """
+    store = CellStore(folder)
+    contexts = {f"{length}-{config.seed}-{index}" for length in config.lengths for index in range(config.samples)}
+    taken = 0
+    with store.claim() as is_claimed:
+        if not is_claimed:
+            raise SystemExit(f"another process measures into {folder}")
+        for record in records:
+            rows = [row for row in record["answers"] if row["press"] in presses and row["context"] in contexts]
+            stored = store.open({name: record[name] for name in SETTINGS}, [row["sample"] for row in rows])
+            for row in rows:
+                if row["sample"] not in stored:
+                    store.append(row)
+                    taken += 1
+    return taken
+
+
 def measure_all(
-    config: RunConfig, presses: Sequence[str], facts: FactSettings, folder: Path, console: Console
+    config: RunConfig,
+    presses: Sequence[str],
+    facts: FactSettings,
+    folder: Path,
+    console: Console,
+    finished_only: bool = False,
 ) -> dict[str, Any]:
-    """Return the record of `presses`, and under `failed` the presses without figures, each with its error."""
+    """Return the record of `presses`, and under `failed` the presses without figures, each with its error.
+
+    With `finished_only` nothing is measured, and the record holds the presses whose rows are stored for all contexts.
+    """
     margins = Margins(points(3), nats(0.05))
     failed: dict[str, str] = {}
     started = time.monotonic()
@@ -216,9 +256,11 @@ def measure_all(
         else:
             console.print(f"{time.monotonic() - begun:.0f} s: {', '.join(group)}", soft_wrap=True)
 
-    for first in range(0, len(presses), GROUP):
-        measure_group(presses[first : first + GROUP])
-    finished = tuple(press for press in presses if press not in failed)
+    if not finished_only:
+        for first in range(0, len(presses), GROUP):
+            measure_group(presses[first : first + GROUP])
+    rows = Counter(row["press"] for row in read_rows(folder / "rows.jsonl")[0])
+    finished = tuple(press for press in presses if rows[press] == config.samples)
     record = measure(config.model_copy(update={"presses": finished}), facts, margins, console, folder)
     return {**record, "failed": failed, "seconds": round(time.monotonic() - started, 1)}
 
@@ -234,6 +276,10 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, default=4)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--question-aware", action="store_true")
+    parser.add_argument("--take", type=Path, nargs="+", default=[], help="records whose rows are copied")
+    parser.add_argument(
+        "--finished", action="store_true", help="measure nothing, and write the presses that are finished"
+    )
     options = parser.parse_args()
     config = RunConfig(
         model=options.model,
@@ -245,7 +291,12 @@ def main() -> None:
         question_aware=options.question_aware,
     )
     console = Console(stderr=True)
-    record = measure_all(config, STUDIES[options.study], FactSettings(), rows_folder(options.out), console)
+    folder = rows_folder(options.out)
+    if options.take:
+        earlier = [json.loads(path.read_text()) for path in options.take]
+        count = take_rows(folder, earlier, {BASELINE, *STUDIES[options.study]}, config)
+        console.print(f"rows taken from earlier records: {count}")
+    record = measure_all(config, STUDIES[options.study], FactSettings(), folder, console, options.finished)
     write_json(options.out, record)
 
 

@@ -4,11 +4,12 @@
     python benchmarks/recall_table.py benchmarks/results/recall_smollm2_1024.json
     python benchmarks/recall_table.py FILE ... --figure docs/recall_sizes.png
     python benchmarks/recall_table.py FILE --codecs --figure docs/codecs_smollm2.png
-    python benchmarks/recall_table.py half.json quarter.json --by-size
+    python benchmarks/recall_table.py half.json quarter.json --by-size [--page docs/accuracy.md]
 
 Without a figure, each length of each file is printed as a Markdown table, as in `docs/real-models.md`. With `--by-size`, the
-presses of all files are printed in tables of about equal size, closest to the full cache first. The figure shows the
-divergence from the full cache against the size. Both take the first length of all files, which must have the same contexts.
+presses of all files are printed in tables of about equal size, closest to the full cache first, or put into a page. The
+figure shows the divergence from the full cache against the size. Both take the first length of all files, which must have
+the same contexts.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from kvpress_eval.report.recall_table import to_markdown
 from kvpress_eval.results.summary import BASELINE
 from matplotlib.figure import Figure
 
+from benchmarks.pages import put
 from benchmarks.quality_figures import COLOURS, write_figure
 
 BANDS = (
@@ -53,13 +55,18 @@ def main() -> None:
     parser.add_argument("--figure", type=Path, help="PNG to write")
     parser.add_argument("--codecs", action="store_true", help="draw codecs alone, against held bits for each value")
     parser.add_argument("--by-size", action="store_true", help="print tables of presses of about equal size")
+    parser.add_argument("--page", type=Path, help="page in which these tables between two marks are replaced")
     options = parser.parse_args()
     records = [json.loads(path.read_text()) for path in options.files]
     if options.figure is not None:
         write_figure(options.figure, draw_codecs if options.codecs else draw, joined(records), 9.0)
         return
     if options.by_size:
-        print_by_size(joined(records)["rows"])
+        text = by_size(joined(records)["rows"])
+        if options.page is None:
+            print(text)
+        else:
+            put(options.page, "recall", text)
         return
     for record in records:
         for cell in record["cells"]:
@@ -84,16 +91,17 @@ def joined(records: list[dict[str, Any]]) -> dict[str, Any]:
     return {"rows": list(rows.values()), "model": first["model"], "length": first["cells"][0]["length"]}
 
 
-def print_by_size(rows: list[dict[str, Any]]) -> None:
-    """Print the rows as one table for each of `BANDS`, in the order of their mean KL, with the full cache first."""
+def by_size(rows: list[dict[str, Any]]) -> str:
+    """Return the rows as one table for each of `BANDS`, in the order of their mean KL, with the full cache first."""
     full = next(row for row in rows if row["press"] == BASELINE)
-    above = float("inf")
+    above, tables = float("inf"), []
     for least, heading in BANDS:
         band = [row for row in rows if least <= row["factor"] < above and row["press"] != BASELINE]
         above = least
         if band:
             ordered = sorted(band, key=lambda row: row["kl_mean"])
-            print(f"### {heading}\n\n{to_markdown([full, *ordered])}")
+            tables.append(f"### {heading}\n\n{to_markdown([full, *ordered]).strip()}\n")
+    return "\n".join(tables)
 
 
 def draw(study: dict[str, Any], figure: Figure) -> None:

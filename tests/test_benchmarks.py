@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from kvpress_eval.common.errors import OutputError
 from kvpress_eval.config.schema import RunConfig
 from kvpress_eval.recall.facts import FactSettings
 from kvpress_eval.report.recall_table import to_markdown
@@ -310,15 +311,14 @@ def test_recall_of_several_files_goes_into_one_figure(tmp_path: Path) -> None:
         recall_table.joined([records[0], {**records[1], "filler": "essays"}])
 
 
-def test_presses_of_several_files_are_in_tables_of_equal_size(capsys: pytest.CaptureFixture[str]) -> None:
+def test_presses_of_several_files_are_in_tables_of_equal_size() -> None:
     names = ("recall_smollm2_1024", "recall_smollm2_1024_budgeted")
     records = [json.loads(Path(f"benchmarks/results/{name}.json").read_text()) for name in names]
     rows = recall_table.joined(records)["rows"]
-    recall_table.print_by_size(rows)
     factor = {row["press"]: row["factor"] for row in rows}
     kl = {row["press"]: row["kl_mean"] for row in rows}
     printed: list[str] = []
-    for section in capsys.readouterr().out.split("### ")[1:]:
+    for section in recall_table.by_size(rows).split("### ")[1:]:
         first, *presses = re.findall(r"^\| ([^ ].*?) \|", section, re.MULTILINE)[2:]
         assert first == "none"
         assert [kl[press] for press in presses] == sorted(kl[press] for press in presses)
@@ -345,6 +345,14 @@ def test_a_press_that_fails_costs_its_own_row(tmp_path: Path) -> None:
     assert [row["press"] for row in record["cells"][0]["rows"]] == ["none", "knorm:0.5", "kivi:bits=4"]
     assert list(record["failed"]) == ["finch:0.5"]
     assert "window_size" in record["failed"]["finch:0.5"]
+    assert recall_presses.take_rows(tmp_path / "other", [record], ("none", "knorm:0.5"), config) == 2
+    assert recall_presses.take_rows(tmp_path / "other", [record], ("none", "knorm:0.5"), config) == 0
+    taken = recall_presses.measure_all(
+        config, presses, FactSettings(2), tmp_path / "other", console, finished_only=True
+    )
+    assert taken["cells"][0]["rows"] == record["cells"][0]["rows"][:2]
+    with pytest.raises(OutputError, match="another measurement"):
+        recall_presses.measure_all(config, presses, FactSettings(3), tmp_path / "other", console, finished_only=True)
 
 
 def test_ours_is_measured_alone_without_openvino(monkeypatch: pytest.MonkeyPatch) -> None:
