@@ -383,6 +383,12 @@ def test_ours_is_measured_alone_without_openvino(monkeypatch: pytest.MonkeyPatch
     assert again["rows"][2]["times"] == pytest.approx(4 * rows[2]["times"])
 
 
+def test_the_page_of_every_press_shows_the_committed_figures() -> None:
+    record = json.loads(Path("benchmarks/results/recall_smollm2_1024_half.json").read_text())
+    tables = recall_table.by_size(recall_table.joined([record])["rows"])
+    assert tables.strip() in Path("docs/accuracy.md").read_text()
+
+
 @pytest.mark.parametrize("name", ["recall_smollm2_1024", "recall_smollm2_1024_budgeted"])
 def test_the_page_on_a_pretrained_model_shows_the_committed_figures(name: str) -> None:
     (cell,) = json.loads(Path(f"benchmarks/results/{name}.json").read_text())["cells"]
