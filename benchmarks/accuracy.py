@@ -2,7 +2,7 @@
 """Accuracy of every press on the reference model, next to that of NVIDIA kvpress where both have the press.
 
     python -m benchmarks.accuracy [--samples 12] [--processes 2] [--out benchmarks/results/accuracy.json]
-                                  [--table docs/accuracy.md] [--only headkv kvzip]
+                                  [--table docs/lab/reference-model.md] [--only headkv kvzip]
 
 Exact match on contexts of 1024 tokens, mean over five retrieval tasks, and on the common-word task, which ranks presses the
 other way round. Evicting presses compress the context before the question is known; thresholds are shown with the share of

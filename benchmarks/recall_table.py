@@ -4,9 +4,12 @@
     python benchmarks/recall_table.py benchmarks/results/recall_smollm2_1024.json
     python benchmarks/recall_table.py FILE ... --figure docs/recall_sizes.png
     python benchmarks/recall_table.py FILE --codecs --figure docs/codecs_smollm2.png
+    python benchmarks/recall_table.py half.json quarter.json --by-size [--page docs/accuracy.md]
 
-Without a figure, each length of each file is printed as a Markdown table, as in `docs/real-models.md`. The figure shows the
-divergence from the full cache against the size, for the first length of all files; the files must have the same contexts.
+Without a figure, each length of each file is printed as a Markdown table, as in `docs/real-models.md`. With `--by-size`, the
+presses of all files are printed in tables of about equal size, closest to the full cache first, or put into a page. The
+figure shows the divergence from the full cache against the size. Both take the first length of all files, which must have
+the same contexts.
 """
 
 from __future__ import annotations
@@ -17,16 +20,24 @@ import re
 from pathlib import Path
 from typing import Any
 
-from kvpress_eval.report.frontier import GRID, MUTED
+from kvpress_eval.report.plotting import GRID
+from kvpress_eval.report.recall_plot import draw_sizes
 from kvpress_eval.report.recall_table import to_markdown
+from kvpress_eval.results.summary import BASELINE
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter, ScalarFormatter
 
+from benchmarks.pages import put
 from benchmarks.quality_figures import COLOURS, write_figure
 
-LEAST = 5e-4
-"""Smallest divergence of the axis, nats."""
-
+BANDS = (
+    (4.5, "More than 4.5 times smaller"),
+    (3.5, "3.5 to 4.5 times smaller"),
+    (2.5, "2.5 to 3.5 times smaller"),
+    (1.75, "1.75 to 2.5 times smaller"),
+    (1.05, "1.05 to 1.75 times smaller"),
+    (0.0, "All pairs in 16 bits"),
+)
+"""Least times smaller of the presses in a table, and its heading."""
 
 CODEC = re.compile(r"(kivi|rotated|turboquant):bits=\d")
 """Spec of a codec alone, whose name is the first group."""
@@ -43,10 +54,19 @@ def main() -> None:
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--figure", type=Path, help="PNG to write")
     parser.add_argument("--codecs", action="store_true", help="draw codecs alone, against held bits for each value")
+    parser.add_argument("--by-size", action="store_true", help="print tables of presses of about equal size")
+    parser.add_argument("--page", type=Path, help="page in which these tables between two marks are replaced")
     options = parser.parse_args()
     records = [json.loads(path.read_text()) for path in options.files]
     if options.figure is not None:
         write_figure(options.figure, draw_codecs if options.codecs else draw, joined(records), 9.0)
+        return
+    if options.by_size:
+        text = by_size(joined(records)["rows"])
+        if options.page is None:
+            print(text)
+        else:
+            put(options.page, "recall", text)
         return
     for record in records:
         for cell in record["cells"]:
@@ -59,7 +79,7 @@ def joined(records: list[dict[str, Any]]) -> dict[str, Any]:
     Raises:
         ValueError: the records differ in model, contexts or filler.
     """
-    names = ("model", "weights", "seed", "filler", "question_aware", "facts", "values")
+    names = ("model", "weights", "seed", "filler", "question_aware", "facts", "values", "contexts")
     first = records[0]
     for record in records[1:]:
         differ = [name for name in names if record[name] != first[name]]
@@ -71,32 +91,25 @@ def joined(records: list[dict[str, Any]]) -> dict[str, Any]:
     return {"rows": list(rows.values()), "model": first["model"], "length": first["cells"][0]["length"]}
 
 
+def by_size(rows: list[dict[str, Any]]) -> str:
+    """Return the rows as one table for each of `BANDS`, in the order of their mean KL, with the full cache first."""
+    full = next(row for row in rows if row["press"] == BASELINE)
+    above, tables = float("inf"), []
+    for least, heading in BANDS:
+        band = [row for row in rows if least <= row["factor"] < above and row["press"] != BASELINE]
+        above = least
+        if band:
+            ordered = sorted(band, key=lambda row: row["kl_mean"])
+            tables.append(f"### {heading}\n\n{to_markdown([full, *ordered]).strip()}\n")
+    return "\n".join(tables)
+
+
 def draw(study: dict[str, Any], figure: Figure) -> None:
     """Draw one point for each press, and a line through the sizes of `frontier`."""
     axes = figure.subplots()
-    axes.set(
-        xscale="log",
-        yscale="log",
-        xlabel="times smaller",
-        ylabel="KL to the full cache, nats",
-    )
-    rows = [row for row in study["rows"] if row["press"] != "none"]
-    ours = sorted((row for row in rows if row["press"].startswith("frontier")), key=lambda row: row["factor"])
-    axes.plot([row["factor"] for row in ours], [max(LEAST, row["kl_mean"]) for row in ours], color=COLOURS[0], zorder=3)
-    for row in rows:
-        colour = COLOURS[0] if row in ours else MUTED
-        mean, worst = max(LEAST, row["kl_mean"]), max(LEAST, row["kl_worst_context"])
-        axes.plot([row["factor"]] * 2, [mean, worst], color=colour, linewidth=0.8, alpha=0.6)
-        axes.plot(row["factor"], mean, "o", color=colour, markersize=7 if row in ours else 4, zorder=4)
-        axes.plot(row["factor"], worst, "_", color=colour)
-        if row in ours or row["press"] in LABELLED:
-            where = (row["factor"], mean)
-            axes.annotate(row["press"], where, (7, 4), textcoords="offset points", fontsize=10, color=colour)
-    axes.set_xlim(right=1.8 * max(row["factor"] for row in rows))
-    axes.xaxis.set_major_formatter(ScalarFormatter())
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xticks([1, 2, 5, 10, 20, 50])
-    axes.grid(color=GRID, linewidth=0.5)
+    rows = [row for row in study["rows"] if row["press"] != BASELINE]
+    ours = [row["press"] for row in rows if row["press"].startswith("frontier")]
+    draw_sizes(axes, rows, ours, (*ours, *LABELLED))
     axes.set_title(
         f"{study['model']}, {study['length']} tokens, question unseen. Blue: frontier; grey: other presses. "
         "Dot: mean; dash: worst context",

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import re
@@ -16,8 +17,12 @@ from typing import Any
 
 import pytest
 import torch
+from kvpress_eval.common.errors import OutputError
+from kvpress_eval.config.schema import RunConfig
+from kvpress_eval.recall.facts import FactSettings
 from kvpress_eval.report.recall_table import to_markdown
 from matplotlib.figure import Figure
+from rich.console import Console
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -32,6 +37,7 @@ from benchmarks import (
     overhead,
     prefill,
     quality_figures,
+    recall_presses,
     recall_table,
     selection,
     tiers,
@@ -305,6 +311,50 @@ def test_recall_of_several_files_goes_into_one_figure(tmp_path: Path) -> None:
         recall_table.joined([records[0], {**records[1], "filler": "essays"}])
 
 
+def test_presses_of_several_files_are_in_tables_of_equal_size() -> None:
+    names = ("recall_smollm2_1024", "recall_smollm2_1024_budgeted")
+    records = [json.loads(Path(f"benchmarks/results/{name}.json").read_text()) for name in names]
+    rows = recall_table.joined(records)["rows"]
+    factor = {row["press"]: row["factor"] for row in rows}
+    kl = {row["press"]: row["kl_mean"] for row in rows}
+    printed: list[str] = []
+    for section in recall_table.by_size(rows).split("### ")[1:]:
+        first, *presses = re.findall(r"^\| ([^ ].*?) \|", section, re.MULTILINE)[2:]
+        assert first == "none"
+        assert [kl[press] for press in presses] == sorted(kl[press] for press in presses)
+        printed += presses
+    assert sorted(printed) == sorted(factor.keys() - {"none"})
+
+
+def test_every_published_press_is_measured_or_left_out_with_a_reason() -> None:
+    measured = " ".join(spec for study in recall_presses.STUDIES.values() for spec in study)
+    names = set(re.findall(r"[a-z]\w*", measured)) | {"none"}
+    published = {entry.name for entry in entries() if entry.status in ("recommended", "reproduction")}
+    missing = published - names - recall_presses.NOT_MEASURED.keys()
+    assert not missing
+    assert recall_presses.NOT_MEASURED.keys() <= published - names
+    for entry in entries():
+        assert (recall_presses.NOT_MEASURED.get(entry.name) == recall_presses.ARTEFACT) <= bool(entry.needs)
+
+
+def test_a_press_that_fails_costs_its_own_row(tmp_path: Path) -> None:
+    config = RunConfig(presses=("none",), lengths=(160,), samples=1, threads=1)
+    presses = ("knorm:0.5", "finch:0.5", "kivi:bits=4")
+    console = Console(file=io.StringIO())
+    record = recall_presses.measure_all(config, presses, FactSettings(2), tmp_path / "rows", console)
+    assert [row["press"] for row in record["cells"][0]["rows"]] == ["none", "knorm:0.5", "kivi:bits=4"]
+    assert list(record["failed"]) == ["finch:0.5"]
+    assert "window_size" in record["failed"]["finch:0.5"]
+    assert recall_presses.take_rows(tmp_path / "other", [record], ("none", "knorm:0.5"), config) == 2
+    assert recall_presses.take_rows(tmp_path / "other", [record], ("none", "knorm:0.5"), config) == 0
+    taken = recall_presses.measure_all(
+        config, presses, FactSettings(2), tmp_path / "other", console, finished_only=True
+    )
+    assert taken["cells"][0]["rows"] == record["cells"][0]["rows"][:2]
+    with pytest.raises(OutputError, match="another measurement"):
+        recall_presses.measure_all(config, presses, FactSettings(3), tmp_path / "other", console, finished_only=True)
+
+
 def test_ours_is_measured_alone_without_openvino(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "openvino", None)
     *rows, missing = openvino_prefill.measured("local", 1024, threads=1, rounds=1)
@@ -331,6 +381,12 @@ def test_ours_is_measured_alone_without_openvino(monkeypatch: pytest.MonkeyPatch
     best = [row["seconds"] for row in (rows[0], rows[1], slower[2], rows[3])]
     assert [row["seconds"] for row in again["rows"]] == best
     assert again["rows"][2]["times"] == pytest.approx(4 * rows[2]["times"])
+
+
+def test_the_page_of_every_press_shows_the_committed_figures() -> None:
+    record = json.loads(Path("benchmarks/results/recall_smollm2_1024_half.json").read_text())
+    tables = recall_table.by_size(recall_table.joined([record])["rows"])
+    assert tables.strip() in Path("docs/accuracy.md").read_text()
 
 
 @pytest.mark.parametrize("name", ["recall_smollm2_1024", "recall_smollm2_1024_budgeted"])

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvpress import kernels
+from kvpress.core.matmul import multiply
 
 BLOCK_BYTES = 64 * 2**20
 """Maximum bytes of float32 logits in memory at once."""
@@ -35,7 +36,7 @@ class Logits:
 
         A pair with `log_weight [..., T]` counts as `exp(log_weight)` equal pairs.
         """
-        logits = (queries.to(keys.dtype) @ keys.transpose(-1, -2)).float() * self.scale
+        logits = multiply(queries.to(keys.dtype), keys.transpose(-1, -2)).float() * self.scale
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits if log_weight is None else logits + log_weight.unsqueeze(-2)
@@ -71,7 +72,7 @@ def attend(
         top = top.masked_fill(top.isinf(), 0.0)
     weights = scores.sub_(top).exp_()
     total = weights.sum(dim=-1, keepdim=True)
-    out = (weights.to(values.dtype) @ values).float()
+    out = multiply(weights.to(values.dtype), values).float()
     if visible is None:
         return out / total, (total.log() + top).squeeze(-1)
     return out / total.clamp_min(torch.finfo(torch.float32).tiny), (total.log() + top).squeeze(-1)

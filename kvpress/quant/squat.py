@@ -24,7 +24,7 @@ from kvpress.quant.uniform import UniformCodec, UniformRows, UniformSegment
 @register("squat", "quantise", "Wang et al., 2025, arXiv:2503.24358", example="squat:bits=2,residual_length=32")
 @dataclass
 class SQuatPress(KIVIPress):
-    """Store pairs as `KIVIPress` does, but let each block of key channels compensate the errors of earlier blocks.
+    """Store pairs as `KIVIPress` does, but blocks of key channels compensate earlier errors; a bit more at 1024 tokens.
 
         A = 1 + weight * sum over the prompt's queries of q q^T, its `rank` largest directions
         for blocks i of `block_size` channels:  code k[i],  e = decoded - k[i],  k[rest] -= A[rest, rest]^-1 A[rest, i] e
@@ -33,6 +33,9 @@ class SQuatPress(KIVIPress):
     `kivi`, which also defines all other settings. Each head of a sequence has a matrix A, computed from the prompt; later keys
     are encoded with it too. `rank` is the number of directions in A. `weight` is the additional weight of errors in them;
     0 is `kivi`. `block_size` is the number of channels encoded together.
+
+    The matrices A are held in float32. At 1024 tokens and 64 channels they take 1 bit a value more than `kivi`: with
+    `bits=2`, SmolLM2 holds 5.6 bits a value, and 4.4 with `residual_length=32`.
 
     Paper: Wang et al., SQuat: Subspace-orthogonal KV Cache Quantization, 2025, arXiv:2503.24358.
     Differs from the paper: keys are encoded after their rotary embedding, like the observed queries, where the default of the

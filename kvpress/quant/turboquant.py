@@ -23,13 +23,17 @@ from kvpress.quant.press import QuantisingPress
 @register("turboquant", "quantise", "Zandieh et al., 2025, arXiv:2504.19874", example="turboquant:bits=3")
 @dataclass
 class TurboQuantPress(QuantisingPress):
-    """Rotate keys and values at random, and store every channel as the nearest of `2**bits` levels, with one norm per vector.
+    """Rotate keys and values at random, and store channels as the nearest of `2**bits` levels; short prompts hold more bits.
 
         y = sqrt(D) * x R / |x|,   code[d] = argmin_e |y[d] - level[e]|,   x' = |x| * (level[code] / |level[code]|) R^T
 
     R is a random orthogonal matrix of each layer, one for keys and one for values, drawn from `seed`. It makes channels nearly
     unit Gaussian, so the levels minimise the error for this distribution (Lloyd-Max) and need no calibration. |x| /
-    |level[code]| is stored in 16 bits.
+    |level[code]|, one number per vector, is stored in 16 bits.
+
+    At short lengths more is held than `bits`: with 1024 tokens of SmolLM2 (64 channels, 3 KV heads) `bits=3` takes 5.5 bits a
+    value: 3.25 in codes and norms, 0.67 in the matrices R of each layer in float32, and the remainder in the dense newest pairs
+    (`kvpress plan --model smollm2 --context 1024 --press turboquant:bits=3`). `residual_length=0` takes 3.9.
 
     Paper: Zandieh et al., TurboQuant: Online Vector Quantization with Near-optimal Distortion Rate, 2025, arXiv:2504.19874.
     Differs from the paper: decoded vectors are scaled to their exact norm; no bit holds the sign of the error (QJL), which

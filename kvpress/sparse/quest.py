@@ -27,7 +27,7 @@ from kvpress.sparse.blocks import BlockSelector, merged_order, pairs_of
 @register("quest", "select", "Tang et al., 2024, arXiv:2406.10774", example="quest:budget=1024", status="recommended")
 @dataclass
 class QuestPress(SelectorPress):
-    """Keep every pair, but read only about `budget` of them for every token: the best pages of `page_size` pairs.
+    """Keep every pair, but read about `budget` of them for every token: the best pages of `page_size` pairs; 4 beats 16.
 
     `budget` is a number of pairs, or a fraction in (0, 1) of the stored ones.
 
@@ -38,6 +38,10 @@ class QuestPress(SelectorPress):
     A KV head reads the pages with the largest bound over its query heads. The pages of the oldest `n_sink` and newest
     `n_recent` sealed pairs are always read. The newest pairs, up to 5 pages that are not sealed yet, are read in addition. The
     first `skip_layers` layers read everything.
+
+    Small pages find more: reading 128 of 1024 pairs, SmolLM2-135M-Instruct answers 13% of the questions with `page_size=16`,
+    as in the paper, and 62% with 4 (full cache 87%, `docs/real-models.md`). The bounds of pages of 4 take half of the memory of
+    keys, those of pages of 16 an eighth.
 
     Paper: Tang et al., Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference, 2024, arXiv:2406.10774.
     Differs from the paper: query heads of a group share pages, because they share keys; pages count stored pairs, so that

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 Model = Annotated[str, typer.Option(help="`reference`, `smollm2`, a .gguf file, a folder or a hub name.")]
 Samples = Annotated[int, typer.Option(help="Texts.")]
 RealText = Annotated[
-    str | None, typer.Option(help="essays, stdlib, a text file, or .jsonl with `text`; default: the tasks.")
+    str | None,
+    typer.Option(help="essays, stdlib, bfcl, human_eval, a text file, or .jsonl with `text`; default: the tasks."),
 ]
 FigureFile = Annotated[Path | None, typer.Option(help="JSON file for the figures.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace files that are there.")]

@@ -98,7 +98,8 @@ def command(
     lengths: Annotated[str | None, typer.Option(help="Context lengths in tokens, separated by commas.")] = None,
     depths: Annotated[str | None, typer.Option(help="A grid of depths such as 0,0.5,1, for a heat map.")] = None,
     filler: Annotated[
-        str | None, typer.Option(help="Text around the answer: noise, repeat, essays, stdlib or a file.")
+        str | None,
+        typer.Option(help="Text around the answer: noise, repeat, essays, stdlib, bfcl, human_eval or a file."),
     ] = None,
     samples: Annotated[int | None, typer.Option(help="Samples per task and length.")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Folder with the files of published benchmarks.")] = None,

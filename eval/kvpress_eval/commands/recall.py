@@ -26,7 +26,7 @@ def command(
     facts: Annotated[int, typer.Option(help="Facts of a context, each with a question.")] = 6,
     values: Annotated[str, typer.Option(help="Kinds of values, in turn: digits, words, quote, json, code.")] = "digits",
     filler: Annotated[
-        str, typer.Option(help="Text around the facts: noise, repeat, essays, stdlib or a file.")
+        str, typer.Option(help="Text around the facts: noise, repeat, essays, stdlib, bfcl, human_eval or a file.")
     ] = "noise",
     question_aware: Annotated[
         bool, typer.Option("--question-aware/--question-unaware", help="Compress after the question.")

@@ -45,7 +45,7 @@ class RunConfig(BaseModel):
     samples: int = Field(default=50, ge=1)
     seed: int = 0
     filler: str = "noise"
-    """Text around the answer: "noise", "repeat", "essays", "stdlib" or a file."""
+    """Text around the answer: "noise", "repeat", "essays", "stdlib", "bfcl", "human_eval" or a file."""
     language: Literal["auto", "reference", "english"] = Field(default="auto", validate_default=True)
     """Words of the tasks; "auto": the reference model's language for `reference`, else one that the tokenizer can spell."""
     question_aware: bool = False

@@ -38,9 +38,8 @@ def measure(
 ) -> dict[str, Any]:
     """Compare the presses of a configuration on contexts of its first length, each continued by `tokens` tokens.
 
-    Return a record with the settings and one row per press. `text` is `essays`, `stdlib` or a file; without one,
-    texts are made from the tasks. `layers` adds figures
-    of every layer whose cache grows.
+    Return a record with the settings and one row per press. `text` is the name of a real text or a file;
+    without one, texts are made from the tasks. `layers` adds figures of every layer whose cache grows.
 
     Raises:
         ConfigError: the texts are too long for the model, or a press does not suit it.

@@ -31,6 +31,7 @@ from kvpress_eval.fidelity.measure import check_press
 from kvpress_eval.recall.answers import AnswerFigures, Question, figures_of, make_question, read_answers
 from kvpress_eval.recall.facts import FactContext, FactSettings, describe, make_contexts
 from kvpress_eval.recall.figures import Margins, RecallFigures, figures_of_press, sentences
+from kvpress_eval.results.records import RECALL
 from kvpress_eval.results.store import SCHEMA, CellStore, Row
 from kvpress_eval.results.summary import BASELINE
 from kvpress_eval.run.environment import describe_run
@@ -39,9 +40,6 @@ from kvpress_eval.run.models import Engine, check_lengths, load_engine, read_set
 from kvpress_eval.run.progress import RunProgress
 from kvpress_eval.tasks.filler import Filler, read_filler
 from kvpress_eval.tasks.languages import LANGUAGES
-
-RECALL = "recall"
-"""Record type."""
 
 
 @dataclass(frozen=True)

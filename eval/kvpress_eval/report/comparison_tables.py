@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of presses by figure from the records of `kvpress fidelity` and `kvpress lm-eval`, one per set of conditions."""
+"""Tables of presses by figure from the records of other commands than `kvpress eval`, one per set of conditions."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from markupsafe import Markup
 from rich.table import Table
 from rich.text import Text
 
 from kvpress_eval.common.files import hash_json
 from kvpress_eval.common.terminal import MISSING, Name, number, plain_table
+from kvpress_eval.report import recall_plot, recall_table
 from kvpress_eval.report.table import markdown
-from kvpress_eval.results.records import FIDELITY, LM_EVAL, Records
+from kvpress_eval.results.records import FIDELITY, LM_EVAL, RECALL, Records
 
-TITLES = {FIDELITY: "Fidelity to the full cache", LM_EVAL: "Tasks of lm-eval"}
-_MEASURED = ("rows", "presses", "kind", "best")
+TITLES = {FIDELITY: "Fidelity to the full cache", RECALL: "Recall of facts", LM_EVAL: "Tasks of lm-eval"}
+_MEASURED = ("rows", "presses", "kind", "best", "cells", "contexts", "answers")
 """Keys of a record that hold results; all others describe the run."""
 _MODEL = ("model", "weights", "kvpress", "device", "dtype", "batch_size")
 _ASKED = {
     FIDELITY: ("context", "tokens", "chunk", "text", "texts"),
+    RECALL: ("length", "contexts", "facts", "values", "filler", "language", "question_aware", "seed"),
     LM_EVAL: ("lm_eval", "tasks", "include", "limit", "num_fewshot", "chat_template", "metadata"),
 }
 """Conditions, besides those of the model, that records in one table share."""
@@ -82,6 +85,8 @@ class Sheet:
     """The table as the command prints it."""
     records: Sequence[Mapping[str, Any]]
     """Records that the table was made from."""
+    plot: Markup | None = None
+    """Figure for the page."""
 
     @property
     def name(self) -> str:
@@ -90,6 +95,11 @@ class Sheet:
         model = f"{fields['model']}, {fields['dtype']} on {fields['device']}"
         if self.kind == LM_EVAL:
             return f"{model}: {', '.join(fields['tasks'])}"
+        if self.kind == RECALL:
+            questions = fields["contexts"] * fields["facts"]
+            seen = "seen" if fields["question_aware"] else "unseen"
+            contexts = f"{fields['contexts']} contexts of {fields['length']} tokens among {fields['filler']}"
+            return f"{model}: {questions} questions in {contexts}, question {seen}"
         return (
             f"{model}: contexts of {fields['context']} tokens, {fields['tokens']} more in chunks of {fields['chunk']}"
         )
@@ -97,7 +107,10 @@ class Sheet:
     @property
     def told(self) -> dict[str, Any]:
         """Conditions that are set and not part of the name."""
-        named = ("model", "dtype", "device", "context", "tokens", "chunk", "tasks", "text")
+        named = (
+            "model", "dtype", "device", "context", "tokens", "chunk", "tasks", "text", "length", "contexts", "facts",
+            "filler", "question_aware",
+        )  # fmt: skip
         details = {key: value for key, value in self.conditions.items() if key not in named and value}
         if self.kind == FIDELITY:
             details["texts"] = f"{self.conditions['text'] or 'made from the tasks'} ({self.conditions['texts']})"
@@ -117,10 +130,11 @@ def about(record: Mapping[str, Any]) -> dict[str, Any]:
 def make_sheets(measured: Records) -> list[Sheet]:
     """Return one table per set of conditions; if a press was measured twice, the newer figures count."""
     sheets = []
-    for kind, make in ((FIDELITY, _fidelity_sheet), (LM_EVAL, _lm_eval_sheet)):
+    for kind, make in ((FIDELITY, _fidelity_sheet), (RECALL, _recall_sheet), (LM_EVAL, _lm_eval_sheet)):
         groups: dict[str, list[dict[str, Any]]] = {}
         for record in measured.of(kind):
-            groups.setdefault(hash_json(_conditions(record)), []).append(record)
+            for table in _by_length(record) if kind == RECALL else [record]:
+                groups.setdefault(hash_json(_conditions(table)), []).append(table)
         sheets += [make(records) for records in groups.values()]
     return sheets
 
@@ -190,6 +204,38 @@ def _fidelity_sheet(records: Sequence[dict[str, Any]]) -> Sheet:
         lines=[{key: value for key, value in row.items() if not isinstance(value, list)} for row in rows],
         terminal=fidelity_table(rows),
         records=records,
+    )
+
+
+def _by_length(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a record of `kvpress recall` as one for each length; `contexts` is the number of contexts of the length."""
+    alone = {key: value for key, value in record.items() if key not in ("cells", "answers")}
+    return [
+        {
+            **alone,
+            **cell,
+            "contexts": sum(item["context"].startswith(f"{cell['length']}-") for item in record["contexts"]),
+        }
+        for cell in record["cells"]
+    ]
+
+
+def _recall_sheet(records: Sequence[dict[str, Any]]) -> Sheet:
+    newest = {row["press"]: row for record in records for row in record["rows"]}
+    rows = sorted(newest.values(), key=lambda row: (row["kl_mean"], row["bytes"]))
+    # The sentences of a record compare its own presses, so they do not hold for the presses of several records.
+    sentences = records[0]["sentences"] if len(records) == 1 else []
+    conditions = _conditions(records[0])
+    return Sheet(
+        kind=RECALL,
+        conditions=conditions,
+        columns=[heading.replace("\n", " ") for heading in recall_table.HEADINGS],
+        rows=[(row["press"], recall_table.cells(row)) for row in rows],
+        note=" ".join([*sentences, *(f"{note}." for note in recall_table.notes(rows))]),
+        lines=[{key: value for key, value in row.items() if not isinstance(value, dict)} for row in rows],
+        terminal=recall_table.to_table(rows),
+        records=records,
+        plot=recall_plot.sizes_svg(rows, f"KL against size, {conditions['length']} tokens"),
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of `kvpress fidelity` and `kvpress lm-eval`, read back and checked before they are compared."""
+"""Records of `kvpress fidelity`, `kvpress recall` and `kvpress lm-eval`, read back and checked before they are compared."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvpress_eval.common.errors import DataError
 
-FIDELITY, LM_EVAL = "fidelity", "lm-eval"
+FIDELITY, RECALL, LM_EVAL = "fidelity", "recall", "lm-eval"
 """Record types: values of `kind` in a record."""
 
 
@@ -60,6 +60,42 @@ class _FidelityRecord(_Record):
     rows: list[_FidelityRow] = Field(min_length=1)
 
 
+class _RecallRow(_Part):
+    press: str
+    factor: float
+    bytes: float
+    exact: float
+    change: float | None
+    change_low: float | None
+    change_high: float | None
+    kl_mean: float
+    kl_worst_context: float
+    nll: float
+    exact_by_kind: dict[str, float]
+    compressed: bool
+
+
+class _RecallCell(_Part):
+    length: int
+    rows: list[_RecallRow] = Field(min_length=1)
+    sentences: list[str]
+
+
+class _RecallContext(_Part):
+    context: str
+
+
+class _RecallRecord(_Record):
+    seed: int
+    language: str
+    filler: str
+    question_aware: bool
+    facts: int
+    values: list[str]
+    cells: list[_RecallCell] = Field(min_length=1)
+    contexts: list[_RecallContext] = Field(min_length=1)
+
+
 class _Held(_Part):
     bits_per_value: float | None
 
@@ -82,7 +118,7 @@ class _LMEvalRecord(_Record):
     presses: list[_LMEvalPress] = Field(min_length=1)
 
 
-_SHAPES: dict[str, type[_Record]] = {FIDELITY: _FidelityRecord, LM_EVAL: _LMEvalRecord}
+_SHAPES: dict[str, type[_Record]] = {FIDELITY: _FidelityRecord, RECALL: _RecallRecord, LM_EVAL: _LMEvalRecord}
 
 
 @dataclass(frozen=True)

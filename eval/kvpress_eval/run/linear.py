@@ -9,15 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from kvpress.core.matmul import has_bfloat16
+
 ROWS = 8
 """Fewest rows that are multiplied in float32: the weights are converted at every call."""
-
-
-def has_bfloat16() -> bool:
-    """Return whether the processor multiplies bfloat16 numbers in hardware; True for processors other than x86."""
-    if not torch.backends.mkldnn.is_available() or "AVX" not in torch.backends.cpu.get_cpu_capability():
-        return True
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def speed_up(model: nn.Module) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real texts for contexts: essays of a package, the sources of Python's standard library, or a file."""
+"""Real texts for contexts: documents of packages, the sources of Python's standard library, or a file."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from kvpress.packages import DataPackage
 from kvpress_eval.common.errors import DataError
 from kvpress_eval.tasks.data_files import FILE_PREFIX, packaged, reading
+from kvpress_eval.tasks.kinds import bfcl, human_eval
 
 SUFFIXES = (".txt", ".jsonl", ".md")
 """Endings of files that need no prefix `file:`."""
@@ -32,7 +33,7 @@ class RealText:
     """Documents and their origin."""
 
     name: str
-    """`essays`, `stdlib`, or the name of the file."""
+    """Name in `TEXTS`, or that of the file."""
     version: str | None
     """Version of the package or of Python; None for a file."""
     sha256: str
@@ -69,7 +70,7 @@ def is_text(spec: str) -> bool:
 
 
 def read_text(spec: str) -> RealText:
-    """Return `essays`, `stdlib`, or the text of a file.
+    """Return a text of `TEXTS`, or the text of a file.
 
     Args:
         spec: name or path; `file:PATH` is always a path. A `.jsonl` file has a document in the field `text` of each line, any
@@ -107,6 +108,16 @@ def _essays() -> RealText:
         return _collected("essays", version, (path.read_text(encoding="utf-8") for path in paths))
 
 
+def _bfcl() -> RealText:
+    documents = tuple(bfcl.documents())
+    return _collected("bfcl", bfcl.PACKAGE.installed().version, documents)
+
+
+def _human_eval() -> RealText:
+    documents = tuple(human_eval.documents())
+    return _collected("human_eval", human_eval.PACKAGE.installed().version, documents)
+
+
 def _stdlib() -> RealText:
     folder = Path(sysconfig.get_path("stdlib"))
     paths = [path for path in (folder / f"{module}.py" for module in _MODULES) if path.is_file()]
@@ -123,5 +134,10 @@ def _collected(name: str, version: str, documents: Iterable[str]) -> RealText:
     return RealText(name, version, digest.hexdigest(), texts)
 
 
-TEXTS: Mapping[str, Callable[[], RealText]] = {"essays": _essays, "stdlib": _stdlib}
+TEXTS: Mapping[str, Callable[[], RealText]] = {
+    "essays": _essays,
+    "stdlib": _stdlib,
+    "bfcl": _bfcl,
+    "human_eval": _human_eval,
+}
 """Texts with a name."""

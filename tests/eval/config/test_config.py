@@ -46,7 +46,10 @@ def test_an_empty_file_means_the_defaults(tmp_path: Path) -> None:
         ("lengths: [8]\n", r"run.yaml:1: lengths.0: .*greater than or equal to 16"),
         ("depths: [0.5, 1.5]\n", r"run.yaml:1: depths.1: .*less than or equal to 1"),
         ("depth: 0.5\ndepths: [0, 1]\n", r"run.yaml:2: depths: give depth or depths, not both"),
-        ("filler: essay\n", r"run.yaml:1: filler: must be noise, repeat, essays, stdlib, file:PATH, .*, got 'essay'"),
+        (
+            "filler: essay\n",
+            r"run.yaml:1: filler: must be noise, repeat, essays, stdlib, bfcl, human_eval, file:PATH, .*, got 'essay'",
+        ),
         (
             "tasks: [vt, fwe]\n",
             r"language: .* not trained on 'fwe': .*words for niah_single, .*, cwe, .*; .*language english",

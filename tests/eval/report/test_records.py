@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of `kvpress fidelity` and `kvpress lm-eval` in reports: one table for equal conditions, bad records are named."""
+"""Records of other commands than `kvpress eval` in reports: one table for equal conditions, bad records are named."""
 
 from __future__ import annotations
 
@@ -16,10 +16,15 @@ import yaml
 from kvpress_eval.common.errors import DataError
 from kvpress_eval.config.schema import RunConfig
 from kvpress_eval.fidelity.measure import measure
+from kvpress_eval.recall.facts import FactSettings
+from kvpress_eval.recall.figures import Margins
+from kvpress_eval.recall.measure import measure as measure_recall
+from kvpress_eval.report import recall_plot
 from kvpress_eval.report.comparison_tables import Sheet, make_sheets
 from kvpress_eval.report.html import to_html
 from kvpress_eval.report.write import find_sources, read_report, write_outputs
-from kvpress_eval.results.records import FIDELITY, LM_EVAL, Records, check_records, find_records
+from kvpress_eval.results.records import FIDELITY, LM_EVAL, RECALL, Records, check_records, find_records
+from kvpress_eval.results.verdict import nats, points
 from kvpress_eval.run.runner import RunResult
 from playwright import sync_api as playwright
 from pyarrow import parquet
@@ -41,6 +46,17 @@ def fidelity_record() -> dict[str, Any]:
 @pytest.fixture
 def fidelity(fidelity_record: dict[str, Any]) -> dict[str, Any]:
     return copy.deepcopy(fidelity_record)
+
+
+@pytest.fixture(scope="module")
+def recall_record() -> dict[str, Any]:
+    config = RunConfig(presses=PRESSES, lengths=(128, 192), samples=2, threads=1)
+    return measure_recall(config, FactSettings(2), Margins(points(), nats()), Console(quiet=True))
+
+
+@pytest.fixture
+def recall(recall_record: dict[str, Any]) -> dict[str, Any]:
+    return copy.deepcopy(recall_record)
 
 
 @pytest.fixture
@@ -210,6 +226,60 @@ def test_a_report_of_records_alone(tmp_path: Path, fidelity: dict[str, Any], lm_
     assert {"fidelity", "lm-eval", "measured"} == set(tags.names)
 
 
+def test_recall_is_a_table_and_a_plot_for_each_length(tmp_path: Path, recall: dict[str, Any]) -> None:
+    tables = sheets(write(tmp_path, one=recall))
+    assert [sheet.conditions["length"] for sheet in tables] == [128, 192]
+    for sheet, cell in zip(tables, recall["cells"], strict=True):
+        rows = {row["press"]: row for row in cell["rows"]}
+        assert [press for press, _ in sheet.rows] == sorted(rows, key=lambda press: rows[press]["kl_mean"])
+        cells = dict(zip(sheet.columns, dict(sheet.rows)["snapkv:0.5"], strict=True))
+        assert cells["KL mean"] == (f"{rows['snapkv:0.5']['kl_mean']:.4f}", rows["snapkv:0.5"]["kl_mean"])
+        assert cells["smaller"] == (f"{rows['snapkv:0.5']['factor']:.1f}x", rows["snapkv:0.5"]["factor"])
+        assert all(sentence in sheet.note for sentence in cell["sentences"])
+        assert "4 questions in 2 contexts" in sheet.name
+        assert "question unseen" in sheet.name
+        assert sheet.plot is not None
+        assert ">snapkv:0.5</text>" in str(sheet.plot)
+        assert ">none</text>" not in str(sheet.plot)
+    code, output = invoke("report", tmp_path)
+    assert code == 0, output
+    assert "Recall of facts" in output
+    tags = Tags((tmp_path / "report.html").read_text())
+    assert RECALL in tags.names
+    assert tags.tags.count("svg") == 4  # for each length, one for screens and one for phones
+    lines = list(csv.DictReader((tmp_path / "recall.csv").open()))
+    assert [line["length"] for line in lines] == ["128"] * 3 + ["192"] * 3
+    assert "| KL worst context |" in (tmp_path / "table.md").read_text()
+
+
+def test_recall_is_compared_on_the_same_questions(tmp_path: Path, recall: dict[str, Any]) -> None:
+    """Sentences are of one record's presses, so a table of several records has none."""
+    recall["cells"] = recall["cells"][:1]
+    again = changed(recall, date="2999-01-01T00:00:00+00:00")
+    again["cells"][0]["rows"] = [{**again["cells"][0]["rows"][1], "press": "tova:0.5"}]
+    others = {"filler": "repeat", "seed": 1, "facts": 3, "question_aware": True, "values": ["words"], "weights": "0"}
+    records = {key: changed(recall, **{key: value}) for key, value in others.items()}
+    records["contexts"] = changed(recall, contexts=[*recall["contexts"], {"context": "128-0-9"}])
+    tables = sheets(write(tmp_path, first=recall, again=again, **records))
+    assert len(tables) == 1 + len(records)
+    (joined,) = [sheet for sheet in tables if len(sheet.records) == 2]
+    assert {press for press, _ in joined.rows} == {*PRESSES, "tova:0.5"}
+    assert joined.note == ""
+    assert len({(sheet.name, json.dumps(sheet.told)) for sheet in tables}) == len(tables)
+
+
+def test_many_presses_of_recall_have_names_on_the_frontier_only() -> None:
+    rows = [
+        {"press": f"press{number}", "factor": 1 + number / 8, "kl_mean": 2.0**number, "kl_worst_context": 3.0**number}
+        for number in range(-9, 10)
+    ]
+    rows += [{**row, "press": f"beaten{number}", "kl_mean": 999.0} for number, row in enumerate(rows)]
+    plot = str(recall_plot.sizes_svg([row for row in rows if row["factor"] > 0], "sizes"))
+    assert "press9" in plot
+    assert "beaten" not in plot
+    assert recall_plot.sizes_svg([{**rows[0], "press": "none"}], "sizes") is None
+
+
 def test_results_of_lm_eval_are_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tasks = pytest.importorskip("lm_eval.tasks", reason="the extra lm-eval is not installed")
     # Leaves out the thousands of tasks of lm-eval, which take long to read.
@@ -245,6 +315,7 @@ DAMAGED = {
     "torn": ('{"kind": "fidelity", "rows"', "not readable as JSON"),
     "nothing": ('{"kind": "lm-eval"}', "run: Field required, and"),
     "list": ('{"kind": "fidelity", "run": [], "rows": {}}', "run: Input should be a valid string"),
+    "recall": ('{"kind": "recall", "cells": []}', "run: Field required, and"),
 }
 WRONG: dict[str, dict[str, Any]] = {
     "rows": {"rows": []},

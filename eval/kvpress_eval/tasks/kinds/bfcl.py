@@ -8,7 +8,7 @@ are ours: every name, argument, value and type must be exact, and calls of one r
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvpress.packages import DataPackage
@@ -104,6 +104,35 @@ def _equal(value: Any, right: Any) -> bool:
     return type(value) is type(right) and bool(value == right)
 
 
+def documents() -> Iterator[str]:
+    """Yield every prompt of `bfcl` with a right answer, as texts: the first value that is allowed for each argument.
+
+    Raises:
+        DataError: the package or a file of it is missing, or has another form.
+    """
+    for subset in PLAIN:
+        for sample in _read(subset)[0]:
+            calls = [
+                {"name": name, "arguments": _first_values(arguments)}
+                for call in json.loads(sample.query.answers[0])
+                for name, arguments in call.items()
+            ]
+            yield f"{sample.context}{sample.query.question}{json.dumps(calls, ensure_ascii=False)}\n"
+
+
+def _first_values(expected: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the first allowed value of each argument that may not be left out."""
+    allowed = {name: _values(values) for name, values in expected.items()}
+    return {name: _plain(values[0]) for name, values in allowed.items() if _OPTIONAL not in values}
+
+
+def _plain(right: Any) -> Any:
+    """Return a right value without the lists of allowed values that published dictionaries have."""
+    if isinstance(right, dict):
+        return _first_values(right)
+    return [_plain(item) for item in right] if isinstance(right, list) else right
+
+
 def _expand(names: Sequence[str], request: TaskSettings) -> list[Source]:
     return [
         _source(subset, request) for name in names for subset in (PLAIN if name == ALL else [name.partition(":")[2]])
@@ -111,20 +140,22 @@ def _expand(names: Sequence[str], request: TaskSettings) -> list[Source]:
 
 
 def _source(subset: str, request: TaskSettings) -> Source:
+    samples, origin = _read(subset, request.samples)
+    identity = {**origin, "template": _BEFORE + "{functions}" + _AFTER}
+    room = request.max_new_tokens or _ROOM
+    return Source(f"bfcl:{subset}", 0, [sample.id for sample in samples], lambda _: samples, identity, room)
+
+
+def _read(subset: str, most: int | None = None) -> tuple[list[Sample], dict[str, str]]:
+    """Return the first `most` samples of a subset, or all, and the origin of both files."""
     questions, answers = (
         read_packaged(PACKAGE, f"{_DATA}/{folder}BFCL_v4_{subset}.json") for folder in ("", "possible_answer/")
     )
     truths = dict(_answer(row, place) for place, row in answers.rows)
-    samples = [_sample(subset, row, place, truths) for place, row in questions.rows[: request.samples]]
+    samples = [_sample(subset, row, place, truths) for place, row in questions.rows[:most]]
     if not samples:
         raise DataError(f"bfcl:{subset}: {PACKAGE.distribution} holds no question")
-    identity = {
-        **questions.origin,
-        "answers": answers.origin["sha256"],
-        "template": _BEFORE + "{functions}" + _AFTER,
-    }
-    room = request.max_new_tokens or _ROOM
-    return Source(f"bfcl:{subset}", 0, [sample.id for sample in samples], lambda _: samples, identity, room)
+    return samples, {**questions.origin, "answers": answers.origin["sha256"]}
 
 
 def _answer(row: Any, place: str) -> tuple[str, str]:

@@ -8,7 +8,7 @@ never executed. The figure that measures a press is the paired difference from t
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvpress.packages import DataPackage
@@ -43,14 +43,30 @@ def _lines(code: str) -> list[str]:
     return [line.rstrip() for line in code.split("\n") if line.strip()]
 
 
+def documents() -> Iterator[str]:
+    """Yield every program, as texts: the signature with its docstring, and the published solution.
+
+    Raises:
+        DataError: the package or its file is missing, or has another form.
+    """
+    for sample in _read()[0]:
+        yield f"{sample.context}\n{sample.query.answers[0]}\n"
+
+
 def _expand(names: Sequence[str], request: TaskSettings) -> list[Source]:
-    table = read_packaged(PACKAGE, FILE)
-    samples = [_sample(row, place) for place, row in table.rows[: request.samples]]
-    if not samples:
-        raise DataError(f"{FILE} of {PACKAGE.distribution} holds no problem")
-    identity = {**table.origin, "stop": STOP}
+    samples, origin = _read(request.samples)
+    identity = {**origin, "stop": STOP}
     room = request.max_new_tokens or _ROOM
     return [Source(NAME, 0, [sample.id for sample in samples], lambda _: samples, identity, room)]
+
+
+def _read(most: int | None = None) -> tuple[list[Sample], dict[str, str]]:
+    """Return the first `most` samples, or all, and the origin of the file."""
+    table = read_packaged(PACKAGE, FILE)
+    samples = [_sample(row, place) for place, row in table.rows[:most]]
+    if not samples:
+        raise DataError(f"{FILE} of {PACKAGE.distribution} holds no problem")
+    return samples, table.origin
 
 
 def _sample(row: Any, place: str) -> Sample:

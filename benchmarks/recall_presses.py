@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recall of facts behind every press that acts on a prompt of text, on SmolLM2.
+
+    python -m benchmarks.recall_presses half --out half.json [--length 1024] [--filler noise] [--contexts 4] [--threads 1]
+                                        [--take benchmarks/results/recall_smollm2_1024.json ...] [--finished]
+    python -m benchmarks.recall_presses quarter --out quarter.json
+    python -m benchmarks.recall_presses recommended --out essays.json --filler essays
+    python -m benchmarks.recall_presses seen --out seen.json --question-aware
+    python -m benchmarks.recall_table half.json --by-size
+
+`half` keeps half of the pairs where a press has a ratio, and its own default size otherwise. Presses are measured in groups
+that share the reading of a context. A group that fails is measured press by press, and the record names the presses that
+failed with the reason. Rows are stored in `FILE.rows`, so that the same command continues a run that was stopped, and
+`--finished` writes the record of what is there. `--take` copies the rows of the same questions from earlier records.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import Counter
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvpress_eval.commands.recall import rows_folder
+from kvpress_eval.common.errors import ConfigError, EvalError
+from kvpress_eval.common.files import write_json
+from kvpress_eval.config.schema import RunConfig
+from kvpress_eval.recall.facts import FactSettings
+from kvpress_eval.recall.figures import Margins
+from kvpress_eval.recall.measure import measure
+from kvpress_eval.results.store import CellStore, read_rows
+from kvpress_eval.results.summary import BASELINE
+from kvpress_eval.results.verdict import nats, points
+from rich.console import Console
+
+GROUP = 6
+"""Presses of one group."""
+SETTINGS = (
+    "schema", "kvpress", "model", "weights", "device", "dtype", "seed", "language", "filler", "question_aware", "facts",
+    "values",
+)  # fmt: skip
+"""Fields of a record that its rows depend on."""
+EXPECTED = "expected_attention:0.5,epsilon=0.02"
+EVICTORS = (
+    "snapkv:0.5",
+    "snapkv:0.5,window_size=20,kernel_size=21",
+    "pyramidkv:0.5",
+    "adakv(snapkv:0.5)",
+    "criticalkv(snapkv:0.5)",
+    "critical_adakv(snapkv:0.5)",
+    "chunkkv(snapkv:0.5)",
+    "entropy_gated_chunkkv(snapkv:0.5)",
+    "cake:0.5",
+    "uncomp:0.5",
+    "r_kv:0.5",
+    "sparse_dllm:0.5",
+    "finch:0.5,window_size=64",
+    "tova:0.5",
+    "h2o:0.5,interval=32",
+    "observed_attention:0.5",
+    EXPECTED,
+    f"adakv({EXPECTED})",
+    "compactor:0.5",
+    "leverage_score:0.5",
+    "non_causal_attn:0.5",
+    "keydiff:0.5",
+    "block(keydiff:0.5)",
+    "key_rerotation(keydiff:0.5)",
+    "merging(keydiff:0.5)",
+    "chunk(keydiff:0.5):chunk_length=256",
+    "bounded(keydiff:0.5):chunk=256",
+    "knorm:0.5",
+    "cur:0.5",
+    "cap:0.5",
+    "lagkv:0.5",
+    "triattention:0.5",
+    "kvmerger:0.5",
+    "subgen:0.5",
+    "streaming_llm:0.5",
+    "random:0.5",
+    "duo_attention:0.5,on_the_fly_scoring=true",
+    "simlayerkv:0.9,n_recent=128",
+    "scope:budget=512",
+    "think:0.5",
+)
+REREADERS = (
+    "kvzip:0.5",
+    "kvgrad:0.5",
+    "refit(kvzip:0.5):ridge=1.0",
+    "kvcompose:0.5",
+    "attention_matching:0.5",
+)
+"""Evictors that read the prompt twice."""
+CODECS = (
+    "fp8",
+    "kivi:bits=4",
+    "kivi:bits=2",
+    "adaquant",
+    "kvarn:bits=(4,4)",
+    "kvarn",
+    "rotated:bits=4",
+    "rotated:bits=3",
+    "saw_int4",
+    "nvfp4",
+    "mxfp4",
+    "squat:bits=4",
+    "squat:bits=2",
+    "turboquant:bits=4",
+    "turboquant:bits=3",
+    "zipcache",
+    "gear:bits=2",
+    "gear_l:bits=2",
+)
+SELECTORS = (
+    "quest:budget=128",
+    "quest:budget=128,page_size=4",
+    "sparq:budget=128",
+    "loki:budget=128",
+    "infllm_v2:budget=128,block_size=16,kernel_size=8,stride=4,n_sink=16,n_recent=32",
+    "tidal_decode:budget=128",
+    "twilight(quest:budget=512,page_size=4)",
+    "loopserve:budget=128",
+)
+SPARSE_PREFILL = (
+    "minference:vertical=128,slash=256",
+    "flex_prefill",
+    "xattention",
+    "tri_shape:local=256,last=64",
+    "power_attention",
+    "critiprefill:budget=512,segment=128,dense=512",
+    "zipvl",
+)
+SIZES = ("frontier:smaller=5", "frontier:smaller=10", "frontier:smaller=20", "budgeted(compactor):smaller=10")
+RECOMMENDED = (
+    "kvzip:0.5",
+    "frontier:smaller=10",
+    "kivi:bits=4",
+    "snapkv:0.5",
+    "compactor:0.5",
+    "keydiff:0.5",
+    "quest:budget=128,page_size=4",
+)
+STUDIES: dict[str, tuple[str, ...]] = {
+    "half": (*CODECS, *EVICTORS, *SELECTORS, *SPARSE_PREFILL, *REREADERS, *SIZES),
+    "quarter": (
+        "kvzip:0.75",
+        "kvgrad:0.75",
+        "refit(kvzip:0.75):ridge=1.0",
+        "kvcompose:0.75",
+        "compactor:0.75",
+        "leverage_score:0.75",
+        "non_causal_attn:0.75",
+        "expected_attention:0.75,epsilon=0.02",
+        "adakv(expected_attention:0.75,epsilon=0.02)",
+        "keydiff:0.75",
+    ),
+    "recommended": RECOMMENDED,
+    "seen": (
+        "snapkv:0.75",
+        "snapkv:0.75,window_size=20,kernel_size=21",
+        "snapkv:0.75,window_size=20",
+        "snapkv:0.75,kernel_size=21",
+        "pyramidkv:0.75",
+        "pyramidkv:0.75,window_size=20,kernel_size=21",
+        "tova:0.75",
+        "h2o:0.75,interval=32",
+        "quest:budget=128",
+        "quest:budget=128,page_size=4",
+    ),
+}
+ARTEFACT = "needs a file that is made for the model"
+NOT_MEASURED = {
+    "aquakv": ARTEFACT,
+    "block_gtq": ARTEFACT,
+    "cq": ARTEFACT,
+    "double_sparsity": ARTEFACT,
+    "expected_attention_stats": ARTEFACT,
+    "fastkvzip": ARTEFACT,
+    "headkv": ARTEFACT,
+    "kvquant": ARTEFACT,
+    "kvzap": ARTEFACT,
+    "leank": ARTEFACT,
+    "lukv": ARTEFACT,
+    "qfilter": ARTEFACT,
+    "restorekv": ARTEFACT,
+    "rlkv": ARTEFACT,
+    "dms": "cuts by a threshold, not to a size",
+    "per_layer_compression": "ratios of the layers are the user's",
+    "protect": "protects spans that the user names",
+    "composed": "combines other presses",
+    "offload": "moves pairs, and changes no answer",
+    "shotkv": "needs a prompt of examples",
+    "cam": "acts on generated tokens",
+    "compression_ratio_decoding": "acts on generated tokens",
+    "conversation": "acts on turns",
+    "decoding": "acts on generated tokens",
+    "prefill_decoding": "combines other presses",
+    "fastv": "acts on images and videos",
+    "must_drop": "acts on images and videos",
+    "video_xl2": "acts on videos",
+}
+"""Presses of status recommended and reproduction that no study measures, with the reason."""
+
+
+def take_rows(folder: Path, records: Sequence[dict[str, Any]], presses: Collection[str], config: RunConfig) -> int:
+    """Store the rows of `presses` on the questions of `config` that earlier records hold; return their number.
+
+    A measurement with other settings than those of the records refuses the folder.
+    """
+    store = CellStore(folder)
+    contexts = {f"{length}-{config.seed}-{index}" for length in config.lengths for index in range(config.samples)}
+    taken = 0
+    with store.claim() as is_claimed:
+        if not is_claimed:
+            raise SystemExit(f"another process measures into {folder}")
+        for record in records:
+            rows = [row for row in record["answers"] if row["press"] in presses and row["context"] in contexts]
+            stored = store.open({name: record[name] for name in SETTINGS}, [row["sample"] for row in rows])
+            for row in rows:
+                if row["sample"] not in stored:
+                    store.append(row)
+                    taken += 1
+    return taken
+
+
+def measure_all(
+    config: RunConfig,
+    presses: Sequence[str],
+    facts: FactSettings,
+    folder: Path,
+    console: Console,
+    finished_only: bool = False,
+) -> dict[str, Any]:
+    """Return the record of `presses`, and under `failed` the presses without figures, each with its error.
+
+    With `finished_only` nothing is measured, and the record holds the presses whose rows are stored for all contexts.
+    """
+    margins = Margins(points(3), nats(0.05))
+    failed: dict[str, str] = {}
+    started = time.monotonic()
+
+    def measure_group(group: Sequence[str]) -> None:
+        begun = time.monotonic()
+        try:
+            measure(config.model_copy(update={"presses": tuple(group)}), facts, margins, console, folder)
+        except (ConfigError, EvalError) as error:
+            if len(group) > 1:
+                for press in group:
+                    measure_group([press])
+            else:
+                failed[group[0]] = str(error)
+                console.print(f"failed: {group[0]}: {error}", soft_wrap=True)
+        else:
+            console.print(f"{time.monotonic() - begun:.0f} s: {', '.join(group)}", soft_wrap=True)
+
+    if not finished_only:
+        for first in range(0, len(presses), GROUP):
+            measure_group(presses[first : first + GROUP])
+    rows = Counter(row["press"] for row in read_rows(folder / "rows.jsonl")[0])
+    finished = tuple(press for press in presses if rows[press] == config.samples)
+    record = measure(config.model_copy(update={"presses": finished}), facts, margins, console, folder)
+    return {**record, "failed": failed, "seconds": round(time.monotonic() - started, 1)}
+
+
+def main() -> None:
+    """Measure a study and write its record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", choices=STUDIES)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--filler", default="noise")
+    parser.add_argument("--contexts", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--question-aware", action="store_true")
+    parser.add_argument("--take", type=Path, nargs="+", default=[], help="records whose rows are copied")
+    parser.add_argument(
+        "--finished", action="store_true", help="measure nothing, and write the presses that are finished"
+    )
+    options = parser.parse_args()
+    config = RunConfig(
+        model=options.model,
+        presses=("none",),
+        lengths=(options.length,),
+        samples=options.contexts,
+        filler=options.filler,
+        threads=options.threads,
+        question_aware=options.question_aware,
+    )
+    console = Console(stderr=True)
+    folder = rows_folder(options.out)
+    if options.take:
+        earlier = [json.loads(path.read_text()) for path in options.take]
+        count = take_rows(folder, earlier, {BASELINE, *STUDIES[options.study]}, config)
+        console.print(f"rows taken from earlier records: {count}")
+    record = measure_all(config, STUDIES[options.study], FactSettings(), folder, console, options.finished)
+    write_json(options.out, record)
+
+
+if __name__ == "__main__":
+    main()
