@@ -17,8 +17,10 @@ def command(
         list[str] | None, typer.Option(help="A press that requests may choose; may be repeated. Default: the first.")
     ] = None,
     memory: Annotated[str, typer.Option(help="Limit of all caches, such as 24GB.")] = "4GB",
-    prefix_memory: Annotated[str, typer.Option(help="Part of it for shared texts.")] = "1GB",
-    prefix_store: Annotated[Path | None, typer.Option(help="Folder that keeps compressed shared texts.")] = None,
+    prefix_memory: Annotated[str, typer.Option(help="Part of it for shared texts and kept conversations.")] = "1GB",
+    prefix_store: Annotated[
+        Path | None, typer.Option(help="Folder that keeps these beyond the memory, and after a restart.")
+    ] = None,
     limit: Annotated[str, typer.Option(help="Limit of that folder.")] = "20GB",
     host: Annotated[str, typer.Option(help="Address; 0.0.0.0 for all networks.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 for a free one.", min=0, max=65535)] = 8000,

@@ -49,6 +49,8 @@ class Admission:
         behind_bytes = (len(job.prompt) + generated) * self._token_bytes
         if prefix_is_held:
             return behind_bytes, behind_bytes
+        if job.conversation:
+            return job.conversation_bytes + behind_bytes, behind_bytes
         peak, held_bytes = self._plan(job.press, _rounded(len(job.prefix)), STEP)
         return max(peak, held_bytes + behind_bytes), behind_bytes
 

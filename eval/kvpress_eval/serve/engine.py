@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from transformers.cache_utils import Cache
+
 from kvpress_eval.serve.admission import Admission
 from kvpress_eval.serve.batch import AnswerRow, Batch, PressSteps, PromptReader
 from kvpress_eval.serve.metrics import Metrics
-from kvpress_eval.serve.prefixes import Key, Prefixes
+from kvpress_eval.serve.prefixes import Prefixes, PrefixKey
 from kvpress_eval.serve.requests import (
     FailedEvent,
     FinishedEvent,
@@ -22,6 +24,7 @@ from kvpress_eval.serve.requests import (
     GenerationJob,
     RefusedError,
     TokenEvent,
+    lost_conversation,
 )
 from kvpress_eval.serve.sampling import next_token
 
@@ -112,8 +115,11 @@ class BatchEngine:
         """Queue a request.
 
         Raises:
-            RefusedError: the request can never fit the memory limit, the queue is full, or the server is shutting down.
+            RefusedError: the request can never fit the memory limit, its conversation was dropped, the queue is full, or the
+                server is shutting down.
         """
+        if job.conversation and self.prefixes.store is None and job.key not in self.prefixes:
+            raise RefusedError(lost_conversation(job.conversation), 404)
         self.admission.check_fits(job)
         with self._changed:
             if self._state != "running":
@@ -164,6 +170,7 @@ class BatchEngine:
             self._prompts.clear()
             self._batches.clear()
             self._close_steps()
+            self.prefixes.write_conversations()
 
     def _wait(self) -> bool:
         """Wait for work; return False once the engine must end."""
@@ -202,6 +209,7 @@ class BatchEngine:
                 return
             with self._changed:
                 self._queue.popleft()
+            self.prefixes.pin(job.key, job.name)
             self.metrics.queue_seconds.observe(time.monotonic() - job.created)
             prompt = PromptReader(job, self.steps[job.press], self.model, self.prefixes, self.settings.chunk)
             self._prompts.append(prompt)
@@ -212,8 +220,9 @@ class BatchEngine:
             return True
         if len(self._prompts) or self._batches:
             return False
-        self.prefixes.make_room(self.prefixes.held_bytes)  # nothing else runs: the request fits without prefixes
-        return self.admission.admit(job, 0, False)
+        # Nothing else runs: the request fits without the other prefixes.
+        self.prefixes.make_room(self.prefixes.held_bytes, spared=job.key)
+        return self.admission.admit(job, self.prefixes.held_bytes, is_held)
 
     def _read(self, prompt: PromptReader) -> None:
         """Read one part of a prompt, whose answer then joins a batch."""
@@ -224,7 +233,7 @@ class BatchEngine:
 
     def _is_read_by_another(self, prompt: PromptReader) -> bool:
         """Whether another request reads the same prefix now, which this one waits for."""
-        reading: set[Key] = {
+        reading: set[PrefixKey] = {
             other.job.key
             for other in self._prompts
             if other.cache is not None and not other.has_prefix and other is not prompt
@@ -241,36 +250,45 @@ class BatchEngine:
         if not job.max_tokens or prompt.logits is None:
             self._end(job, FinishedEvent("length"), "ok")
             return
-        row = AnswerRow(job, -1)
-        if self._emit(row, prompt.logits):
+        row, cache = AnswerRow(job, -1), prompt.cache
+        assert cache is not None  # noqa: S101 - for type checkers
+        if self._emit(row, prompt.logits, lambda: cache):
             return
-        assert prompt.cache is not None  # noqa: S101 - for type checkers
         for batch in self._batches:
-            if batch.steps.press == job.press and batch.join(prompt.cache, row):
+            if batch.steps.press == job.press and batch.join(cache, row):
                 return
-        self._batches.append(Batch(self.steps[job.press], prompt.cache, row))
+        self._batches.append(Batch(self.steps[job.press], cache, row))
 
     def _decode(self, batch: Batch) -> None:
         logits = batch.step()
-        ended_rows = [row for row, row_logits in zip(batch.rows, logits, strict=True) if self._emit(row, row_logits)]
+        ended_rows = [
+            row
+            for row, row_logits in zip(batch.rows, logits, strict=True)
+            if self._emit(row, row_logits, partial(batch.row_cache, row))
+        ]
         batch.keep(lambda row: row not in ended_rows)
         self.metrics.batch_rows.observe(len(logits))
 
-    def _emit(self, row: AnswerRow, logits: Any) -> bool:
-        """Choose and deliver the next token of a row; return whether its answer has ended."""
+    def _emit(self, row: AnswerRow, logits: Any, cache: Callable[[], Cache]) -> bool:
+        """Choose and deliver the next token of a row; return whether its answer has ended.
+
+        `cache` returns the cache of the row, for requests that keep it.
+        """
         job, now = row.job, time.monotonic()
         row.token, logprob, top = next_token(logits, job)
         self.metrics.observe_token(job, now)
-        job.generated += 1
+        job.tokens.append(row.token)
         if row.token in self.end_tokens:
-            return self._finish(job, "stop")
+            return self._finish(job, "stop", cache)
         text = job.text.feed(row.token)
         job.deliver(TokenEvent(row.token, text, logprob, top))
         if job.text.is_stopped:
-            return self._finish(job, "stop")
-        return job.generated >= job.max_tokens and self._finish(job, "length")
+            return self._finish(job, "stop", cache)
+        return job.generated >= job.max_tokens and self._finish(job, "length", cache)
 
-    def _finish(self, job: GenerationJob, reason: FinishReason) -> bool:
+    def _finish(self, job: GenerationJob, reason: FinishReason, cache: Callable[[], Cache]) -> bool:
+        if job.keeps_cache:
+            job.kept_bytes = self.prefixes.put(job.kept_key, cache()).held_bytes
         self._end(job, FinishedEvent(reason, job.text.finish()), "ok")
         return True
 
@@ -279,14 +297,17 @@ class BatchEngine:
         try:
             work()
         except Exception as error:
-            message = f"{type(error).__name__}: {error}"
+            event = FailedEvent(f"{type(error).__name__}: {error}")
+            if isinstance(error, RefusedError):
+                event = FailedEvent(str(error), error.status)
             self.metrics.log_failure(jobs, error)
             self._batches = [batch for batch in self._batches if not any(row.job in jobs for row in batch.rows)]
             for job in jobs:
-                self._end(job, FailedEvent(message), "failed")
+                self._end(job, event, "failed")
 
     def _end(self, job: GenerationJob, event: FinishedEvent | FailedEvent, outcome: str) -> None:
         self.admission.release(job)
+        self.prefixes.unpin(job.key, job.name)
         self.metrics.count_end(job, outcome)
         job.deliver(event)
 

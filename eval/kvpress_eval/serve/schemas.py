@@ -91,6 +91,10 @@ class ChatBody(GenerateBody):
     """Format of the answer."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further arguments of the chat template, such as `enable_thinking`."""
+    keep_cache: bool = False
+    """Whether the cache behind the answer is kept, so that the next turn can continue it."""
+    cache: str | None = None
+    """Identifier of a response with `keep_cache`, whose cache this request continues."""
 
 
 class CompletionBody(GenerateBody):
