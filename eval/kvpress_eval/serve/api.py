@@ -86,7 +86,7 @@ class _Routes:
         self.prompts = Prompts(tokenizer, records)
         self.conversations = Conversations(self.prompts, records)
         self.started = int(time.time())
-        for name in ("queued", "prompts", "rows", "batches"):
+        for name in ("queued", "prompts", "rows", "batches", "suspended"):
             engine.metrics.gauge(f"kvpress_{name}", f"Number of {name} now", partial(_number_of, engine, name))
         bytes_held = {
             "reserved": ("Planned bytes of running requests", lambda: engine.admission.reserved),

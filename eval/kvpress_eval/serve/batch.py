@@ -89,6 +89,8 @@ class AnswerRow:
     """Request of the answer."""
     token: int
     """Newest token, which the cache has not read yet."""
+    was_suspended: bool = False
+    """Whether it has given way to another request before."""
 
 
 class Batch:
