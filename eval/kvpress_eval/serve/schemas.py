@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 TOP_LOGPROBS = 20
 """Most alternatives whose log-probabilities can be requested, as in the OpenAI API."""
@@ -26,11 +26,21 @@ class StreamOptions(Body):
     """Accepted for the client of OpenAI; nothing is added to the stream."""
 
 
-class ResponseFormat(Body):
-    """Format of an answer."""
+class ResponseFormat(BaseModel):
+    """Format of an answer. Fields beside the type are refused with it, under its name."""
 
-    type: Literal["text"]
-    """Only text: answers are not constrained to JSON."""
+    type: str
+    """Only `text`: answers are not constrained to JSON, neither here nor by `transformers serve`."""
+
+    @field_validator("type")
+    @classmethod
+    def _check_type(cls, value: str) -> str:
+        if value != "text":
+            raise ValueError(
+                f"must be 'text', got {value!r}: this server does not constrain answers to JSON; ask for JSON in the messages, "
+                "and check the answer"
+            )
+        return value
 
 
 class GenerateBody(Body):
