@@ -16,6 +16,11 @@ count if they arrive within the measurement. Requests that have no first token a
 waited, so that a server that answers few does not seem fast. Gaps are times between two tokens of one stream. Cache bytes
 are the largest sum of shared texts and reserved bytes in the metrics of `kvpress serve`; `transformers serve` reports none.
 A cell in the file is measured again only with --again.
+
+`transformers serve` allocates its whole cache at once, by default for a share of the machine's memory, which its peak memory
+shows. This bounds it to 90000 tokens:
+
+    --transformers-option=--cb-block-size=32 --transformers-option=--cb-num-blocks=2900
 """
 
 from __future__ import annotations
@@ -197,7 +202,13 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=256, help="tokens of prompts between decode steps (kvpress)")
     parser.add_argument("--memory", default="4GB", help="limit of all caches (kvpress)")
     parser.add_argument("--prefix-memory", default="2GB", help="part of it for shared documents (kvpress)")
-    parser.add_argument("--transformers-option", nargs="+", default=[], help="further options of transformers serve")
+    parser.add_argument(
+        "--transformers-option",
+        action="append",
+        default=[],
+        metavar="=--NAME=VALUE",
+        help="option of transformers serve",
+    )
     parser.add_argument("--again", action="store_true", help="measure cells again that the file has")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/serve.json"))
     parser.add_argument("--table", type=Path, help="write the table of --out into this page, and measure nothing")
