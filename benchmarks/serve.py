@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
 import sys
 import time
@@ -214,6 +215,7 @@ def main() -> None:
     parser.add_argument("--table", type=Path, help="write the table of --out into this page, and measure nothing")
     parser.add_argument("--soak", type=float, metavar="MINUTES", help="run one server under load and faults instead")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # stops the server too
     if options.table is not None:
         put(options.table, "serve", table(record_of(options.out)))
         return
