@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+from transformers.cache_utils import Cache
 
 from kvpress_eval.serve.text import TextStream
 
@@ -97,6 +98,8 @@ class GenerationJob:
     """Receiver of events; it is called in the engine's thread and must not block."""
     created: float = field(default_factory=time.monotonic)
     """Time of arrival, in seconds of the monotonic clock."""
+    inspect: Callable[[Cache], None] | None = None
+    """Receiver of the prefix's cache, for a job that only reads it; it is called in the engine's thread."""
     is_cancelled: bool = False
     """Whether the client has gone."""
     cached_tokens: int = 0
