@@ -98,6 +98,22 @@ def test_other_models_presses_and_paddings_are_distinguished(tmp_path: Path) -> 
     assert (store.hits, store.misses) == (1, 6)
 
 
+@pytest.mark.parametrize("spec", ["none", "knorm:0.5"])
+def test_a_variant_is_found_by_its_name_alone(spec: str, tmp_path: Path) -> None:
+    model, press, ids = tiny_model("llama"), kvpress.get_press(spec), tokens(1, 40)
+    store = kvpress.PrefixStore(tmp_path)
+    with torch.no_grad(), press(model):
+        turns = model(ids[:, :30]).past_key_values
+        model(ids[:, 30:], past_key_values=turns)
+    assert store.keep(model, press, ids, turns, variant="answer 1")
+    assert store.find(model, press, ids) is None
+    assert store.find(model, press, ids, variant="answer 2") is None
+    found = store.find(model, press, ids, variant="answer 1")
+    assert found is not None
+    assert positions(found.cache) == positions(turns)
+    assert positions(store.read(model, press, ids)) == positions(prefill(model, press, ids))
+
+
 def test_files_of_a_press_are_distinguished_by_content(tmp_path: Path) -> None:
     first = prefix_store._files_in({"calibration": __file__, "inner": [{"bits": 4}]})
     assert len(first) == 1

@@ -17,8 +17,10 @@ def command(
         list[str] | None, typer.Option(help="A press that requests may choose; may be repeated. Default: the first.")
     ] = None,
     memory: Annotated[str, typer.Option(help="Limit of all caches, such as 24GB.")] = "4GB",
-    prefix_memory: Annotated[str, typer.Option(help="Part of it for shared texts.")] = "1GB",
-    prefix_store: Annotated[Path | None, typer.Option(help="Folder that keeps compressed shared texts.")] = None,
+    prefix_memory: Annotated[str, typer.Option(help="Part of it for shared texts and kept conversations.")] = "1GB",
+    prefix_store: Annotated[
+        Path | None, typer.Option(help="Folder that keeps these beyond the memory, and after a restart.")
+    ] = None,
     limit: Annotated[str, typer.Option(help="Limit of that folder.")] = "20GB",
     host: Annotated[str, typer.Option(help="Address; 0.0.0.0 for all networks.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 for a free one.", min=0, max=65535)] = 8000,
@@ -30,6 +32,9 @@ def command(
     chunk: Annotated[int, shared.token_count("chunk", "Tokens of prompts read between decode steps.")] = 256,
     queue: Annotated[int, typer.Option(help="Most waiting requests; more get 429.", min=1)] = 256,
     rows: Annotated[int, typer.Option(help="Most requests that run at once.", min=1)] = 64,
+    preempt: Annotated[
+        float | None, typer.Option(help="Seconds after which a short waiting request suspends a long one.", min=0)
+    ] = None,
     drain: Annotated[float, typer.Option(help="Seconds for running answers after SIGTERM.", min=0)] = 30,
     dtype: shared.Dtype = "auto",
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...")] = "cpu",
@@ -63,7 +68,7 @@ def command(
             specs = list(dict.fromkeys(press or ["none"]))
             for spec in specs:
                 get_press(spec)
-            settings = EngineSettings(specs, parse_bytes(memory, "memory"), chunk, queue, rows)
+            settings = EngineSettings(specs, parse_bytes(memory, "memory"), chunk, queue, rows, preempt_seconds=preempt)
             prefix_bytes = parse_bytes(prefix_memory, "prefix_memory")
             if prefix_bytes > settings.memory:
                 raise ValueError(f"prefix_memory must be at most memory={memory}, got {prefix_memory}")

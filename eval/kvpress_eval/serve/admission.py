@@ -20,7 +20,7 @@ class Admission:
 
     Until its prompt is read, a request reserves its peak; after that, the bytes of its cache with all tokens that it may
     generate. Behind a shared prefix, every token counts as uncompressed, an upper bound. So a request that runs never has to
-    give way to another.
+    give way to another for want of memory.
 
     Args:
         config: configuration of the model.
@@ -49,6 +49,8 @@ class Admission:
         behind_bytes = (len(job.prompt) + generated) * self._token_bytes
         if prefix_is_held:
             return behind_bytes, behind_bytes
+        if job.conversation:
+            return job.conversation_bytes + behind_bytes, behind_bytes
         peak, held_bytes = self._plan(job.press, _rounded(len(job.prefix)), STEP)
         return max(peak, held_bytes + behind_bytes), behind_bytes
 
@@ -74,6 +76,13 @@ class Admission:
         if self.reserved + prefix_bytes + needed_bytes > self.limit:
             return False
         self._reserve(job, needed_bytes)
+        return True
+
+    def readmit(self, job: GenerationJob, prefix_bytes: int) -> bool:
+        """Reserve the bytes of a suspended request again, if they fit beside `prefix_bytes` of stored prefixes."""
+        if self.reserved + prefix_bytes + job.held_bytes > self.limit:
+            return False
+        self._reserve(job, job.held_bytes)
         return True
 
     def prompt_read(self, job: GenerationJob) -> None:

@@ -6,10 +6,11 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvpress_eval.serve.access import error_body
 from kvpress_eval.serve.requests import Event, FailedEvent, FinishedEvent, GenerationJob, TokenEvent
 
 
@@ -51,6 +52,10 @@ class AnswerFormat:
     """Time of the response, in seconds since 1970."""
     num_tool_calls: int = 0
     """Tool calls so far."""
+    message: dict[str, Any] = field(default_factory=lambda: {"role": "assistant", "content": "", "refusal": None})
+    """Message of a chat so far."""
+    on_message: Callable[[dict[str, Any]], None] | None = None
+    """Receiver of the finished message, before the response ends."""
 
     def usage(self) -> dict[str, Any]:
         """Return the numbers of tokens."""
@@ -73,24 +78,19 @@ class AnswerFormat:
         if not self.is_chat:
             choice["text"] = text
         else:
-            message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
-            for delta in [*self.deltas(text), *self.last_deltas()]:
-                calls = message.get("tool_calls", []) + delta.get("tool_calls", [])
-                for name in ("content", "reasoning_content"):
-                    if name in delta:
-                        message[name] = (message.get(name) or "") + delta[name]
-                if calls:
-                    message["tool_calls"] = calls
-            if message.get("tool_calls"):
+            self.deltas(text)
+            self.last_deltas()
+            if self.num_tool_calls:
                 choice["finish_reason"] = "tool_calls"
-            choice["message"] = message
+            choice["message"] = self.message
+            self._finish_message()
         return {**self.frame([choice], False), "usage": self.usage()}
 
     def deltas(self, text: str) -> list[dict[str, Any]]:
         """Return the parts of a message that some new text completes."""
-        if self.parser is None:
-            return [{"content": text}] if text else []
-        return self._parsed(self.parser.feed(text)) if text else []
+        if not text:
+            return []
+        return self._added([{"content": text}] if self.parser is None else self._parsed(self.parser.feed(text)))
 
     def last_deltas(self) -> list[dict[str, Any]]:
         """Return the parts of a message that its end completes."""
@@ -100,7 +100,17 @@ class AnswerFormat:
             _, events = self.parser.finalize()
         except (ValueError, RuntimeError):  # the answer ended inside a tool call
             return []
-        return self._parsed(events)
+        return self._added(self._parsed(events))
+
+    def _added(self, deltas: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        for delta in deltas:
+            for name, value in delta.items():
+                self.message[name] = (self.message.get(name) or type(value)()) + value
+        return deltas
+
+    def _finish_message(self) -> None:
+        if self.on_message is not None:
+            self.on_message(self.message)
 
     def _parsed(self, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
         from transformers.cli.serving.utils import ReasoningText, ToolCall, response_events_to_chunks
@@ -158,7 +168,7 @@ class AnswerFormat:
         unsent: list[TokenEvent] = []
         async for event in events:
             if isinstance(event, FailedEvent):
-                yield _event({"error": {"message": event.message, "type": "server_error", "param": None, "code": 500}})
+                yield _event(error_body(event.message, event.status))
                 return
             if isinstance(event, TokenEvent):
                 unsent.append(event)
@@ -170,6 +180,7 @@ class AnswerFormat:
                     yield chunk(delta, unsent)
                     unsent = []
                 reason = "tool_calls" if self.num_tool_calls else event.reason
+                self._finish_message()
                 yield chunk({} if self.is_chat else "", unsent, reason)
         if include_usage:
             yield _event({**self.frame([], True), "usage": self.usage()})

@@ -22,10 +22,12 @@ from transformers.cache_utils import Cache
 from kvpress_eval.run.kept import MOST_TOKENS, texts_of
 from kvpress_eval.serve.access import Access, ApiKeys, Rate, error_response
 from kvpress_eval.serve.answers import AnswerFormat, Events
+from kvpress_eval.serve.conversations import Conversations
 from kvpress_eval.serve.engine import BatchEngine
 from kvpress_eval.serve.kept_tokens import KeptTokens
 from kvpress_eval.serve.page import add_page
 from kvpress_eval.serve.prompts import Prompts, SplitPrompt, TextDocument
+from kvpress_eval.serve.records import Records
 from kvpress_eval.serve.requests import FailedEvent, GenerationJob, RefusedError, SamplingSettings, TokenEvent
 from kvpress_eval.serve.schemas import ChatBody, CompletionBody, DocumentBody, GenerateBody
 from kvpress_eval.serve.text import TextStream
@@ -86,9 +88,12 @@ def build_app(engine: BatchEngine, tokenizer: Any, settings: ApiSettings) -> Fas
 class _Routes:
     def __init__(self, engine: BatchEngine, tokenizer: Any, settings: ApiSettings) -> None:
         self.engine, self.tokenizer, self.settings = engine, tokenizer, settings
-        self.prompts = Prompts(tokenizer)
+        store = engine.prefixes.store
+        records = Records(None if store is None else store.folder / "records")
+        self.prompts = Prompts(tokenizer, records)
+        self.conversations = Conversations(self.prompts, records)
         self.started = int(time.time())
-        for name in ("queued", "prompts", "rows", "batches"):
+        for name in ("queued", "prompts", "rows", "batches", "suspended"):
             engine.metrics.gauge(f"kvpress_{name}", f"Number of {name} now", partial(_number_of, engine, name))
         bytes_held = {
             "reserved": ("Planned bytes of running requests", lambda: engine.admission.reserved),
@@ -117,7 +122,9 @@ class _Routes:
             raise RefusedError("top_logprobs needs logprobs=true", 400)
         alternatives = (body.top_logprobs or 0) if body.logprobs else None
         uses_tools = bool(body.tools) and body.tool_choice != "none"
-        split = await asyncio.to_thread(self.prompts.of_chat, body)
+        split = await asyncio.to_thread(
+            self.prompts.of_chat if body.cache is None else self.conversations.continued, body
+        )
         limit = body.max_completion_tokens or body.max_tokens
         tools = body.tools if uses_tools else None
         return await self._answer(body, request, split, limit, alternatives, is_chat=True, tools=tools)
@@ -177,13 +184,16 @@ class _Routes:
         if body.model != self.settings.model:
             raise RefusedError(f"there is no model {body.model!r} on this server, only {self.settings.model!r}", 404)
         press = self._press(body.press)
-        if body.document is not None:
-            document_press = self.prompts.document(body.document).press
-            if body.press is not None and body.press != document_press:
+        if split.press is not None:
+            name = split.conversation or body.document
+            if body.press is not None and press != split.press:
+                raise RefusedError(f"{name!r} is compressed by {split.press!r}, not by {press!r}", 400)
+            if split.press not in self.engine.settings.presses:
                 raise RefusedError(
-                    f"document {body.document!r} is compressed by {document_press!r}, not by {press!r}", 400
+                    f"{name!r} is compressed by {split.press!r}, which this server no longer offers: send its text again",
+                    400,
                 )
-            press = document_press
+            press = split.press
         temperature = 1.0 if body.temperature is None else body.temperature
         sampling = SamplingSettings(temperature, body.top_p or 1.0, body.seed, top_logprobs)
         parser = self._parser(split, tools)
@@ -192,12 +202,18 @@ class _Routes:
             "chatcmpl" if is_chat else "cmpl", press, split, self._limit(split, limit), sampling, text
         )
         answer = AnswerFormat(job, self.settings.model, is_chat, self.tokenizer, parser)
+        if isinstance(body, ChatBody) and body.keep_cache:
+            job.keeps_cache, answer.on_message = True, partial(self._remember, job, body)
         self.engine.submit(job)
         if body.stream:
             include_usage = body.stream_options is not None and body.stream_options.include_usage
             return StreamingResponse(self._stream(answer, events, include_usage), media_type="text/event-stream")
         texts, tokens, reason = await self._collect(job, events, request)
         return JSONResponse(answer.whole(texts, tokens, reason))
+
+    def _remember(self, job: GenerationJob, body: ChatBody, message: dict[str, Any]) -> None:
+        if job.kept_bytes:  # not if the request was cancelled
+            self.conversations.add(job, body, message, job.tokens[-1] in self.engine.end_tokens)
 
     def _parser(self, split: SplitPrompt, tools: list[dict[str, Any]] | None) -> Any:
         if tools is None:
@@ -238,7 +254,11 @@ class _Routes:
     ) -> tuple[GenerationJob, Events]:
         events = Events()
         name = f"{kind}-{uuid.uuid4().hex[:24]}"
-        return GenerationJob(name, press, split.prefix, split.rest, limit, sampling, text, events.deliver), events
+        job = GenerationJob(
+            name, press, split.prefix, split.rest, limit, sampling, text, events.deliver, split.evicts, split.conversation,
+            split.conversation_bytes,
+        )  # fmt: skip
+        return job, events
 
     async def _stream(self, answer: AnswerFormat, events: Events, include_usage: bool) -> AsyncIterator[str]:
         try:
@@ -254,7 +274,7 @@ class _Routes:
         try:
             async for event in events:
                 if isinstance(event, FailedEvent):
-                    raise RefusedError(event.message, 500)
+                    raise RefusedError(event.message, event.status)
                 text += event.text
                 if isinstance(event, TokenEvent):
                     tokens.append(event)

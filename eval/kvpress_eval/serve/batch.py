@@ -16,7 +16,7 @@ import kvpress
 from kvpress.hf.generation.steps import Steps
 from kvpress.hf.models import new_cache
 from kvpress_eval.serve.prefixes import Prefixes
-from kvpress_eval.serve.requests import GenerationJob
+from kvpress_eval.serve.requests import GenerationJob, RefusedError, lost_conversation
 
 
 class PressSteps:
@@ -51,7 +51,7 @@ class PromptReader:
         cache = self.cache = new_cache(self.model) if self.cache is None else self.cache
         prefix_length = len(self.job.prefix)
         end = prefix_length + len(self.job.prompt)
-        steps = self.steps.reading if prefix_length else self.steps.compressing
+        steps = self.steps.compressing if self.job.evicts else self.steps.reading
         seen = int(cache.get_seq_length())
         self.logits = self._read(steps, cache, self.job.prompt[seen - prefix_length :], prefix_length, end)[0]
         return int(cache.get_seq_length()) == end
@@ -63,6 +63,8 @@ class PromptReader:
             if prefix is not None:
                 job.cached_tokens = length
                 return self._continue_behind(prefix.cache)
+            if job.conversation:
+                raise RefusedError(lost_conversation(job.conversation), 404)
             self.cache = new_cache(self.model)
         seen = int(self.cache.get_seq_length())
         self._read(self.steps.compressing, self.cache, job.prefix[seen:], 0, length)
@@ -87,6 +89,8 @@ class AnswerRow:
     """Request of the answer."""
     token: int
     """Newest token, which the cache has not read yet."""
+    was_suspended: bool = False
+    """Whether it has given way to another request before."""
 
 
 class Batch:
@@ -113,6 +117,15 @@ class Batch:
         ids = torch.tensor([[row.token] for row in self.rows], device=device)
         # Decode steps are the same with and without the eviction after a prompt.
         return self.steps.reading.decode(self.cache, ids, self.mask.to(device))
+
+    def row_cache(self, row: AnswerRow) -> Cache:
+        """Return the cache of a row alone, which shares the pairs of the batch and has no padding."""
+        cache = copy.deepcopy(self.cache)
+        if len(self.rows) == 1:
+            return cache
+        index = self.rows.index(row)
+        cache.batch_select_indices(torch.tensor([index]))
+        return kvpress.join([cache], [self.mask[index : index + 1]])[0]
 
     def keep(self, wanted: Callable[[AnswerRow], bool]) -> None:
         """Take the other rows out, and free their pairs."""

@@ -9,12 +9,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import is_not
 from typing import Any
+
+from transformers.cache_utils import Cache
 
 from kvpress_eval.serve.admission import Admission
 from kvpress_eval.serve.batch import AnswerRow, Batch, PressSteps, PromptReader
 from kvpress_eval.serve.metrics import Metrics
-from kvpress_eval.serve.prefixes import Key, Prefixes
+from kvpress_eval.serve.prefixes import Prefixes, PrefixKey
 from kvpress_eval.serve.requests import (
     FailedEvent,
     FinishedEvent,
@@ -22,8 +25,10 @@ from kvpress_eval.serve.requests import (
     GenerationJob,
     RefusedError,
     TokenEvent,
+    lost_conversation,
 )
 from kvpress_eval.serve.sampling import next_token
+from kvpress_eval.serve.suspension import SuspendedRows, may_give_way
 
 RETRY_AFTER = 5
 """Seconds after which a client may try again when the queue is full."""
@@ -45,6 +50,8 @@ class EngineSettings:
     """Most requests that run at once."""
     prompts: int = 4
     """Most prompts that are read at once, in turn."""
+    preempt_seconds: float | None = None
+    """Seconds of waiting after which a short request suspends a long one; None for never."""
 
 
 class BatchEngine:
@@ -84,6 +91,7 @@ class BatchEngine:
         self._queue: deque[GenerationJob] = deque()
         self._prompts: deque[PromptReader] = deque()
         self._batches: list[Batch] = []
+        self._suspended = SuspendedRows(model)
         self._changed = threading.Condition()
         self._state = "running"
         self._thread = threading.Thread(target=self._run, name="kvpress-engine", daemon=True)
@@ -101,19 +109,23 @@ class BatchEngine:
 
     @property
     def load(self) -> dict[str, int]:
-        """Numbers of waiting requests, prompts being read, running rows and batches."""
+        """Numbers of waiting requests, prompts being read, running rows, batches and suspended rows."""
         with self._changed:
             rows = sum(len(batch.rows) for batch in self._batches)
             return {
                 "queued": len(self._queue), "prompts": len(self._prompts), "rows": rows, "batches": len(self._batches),
+                "suspended": len(self._suspended.rows),
             }  # fmt: skip
 
     def submit(self, job: GenerationJob) -> None:
         """Queue a request.
 
         Raises:
-            RefusedError: the request can never fit the memory limit, the queue is full, or the server is shutting down.
+            RefusedError: the request can never fit the memory limit, its conversation was dropped, the queue is full, or the
+                server is shutting down.
         """
+        if job.conversation and self.prefixes.store is None and job.key not in self.prefixes:
+            raise RefusedError(lost_conversation(job.conversation), 404)
         self.admission.check_fits(job)
         with self._changed:
             if self._state != "running":
@@ -150,6 +162,7 @@ class BatchEngine:
         try:
             while self._wait():
                 self._drop_cancelled()
+                self._resume()
                 self._admit()
                 for batch in list(self._batches):
                     self._guarded(partial(self._decode, batch), [row.job for row in batch.rows])
@@ -163,12 +176,14 @@ class BatchEngine:
             self._queue.clear()
             self._prompts.clear()
             self._batches.clear()
+            self._suspended.close()
             self._close_steps()
+            self.prefixes.write_conversations()
 
     def _wait(self) -> bool:
         """Wait for work; return False once the engine must end."""
         with self._changed:
-            while not (self._queue or self._prompts or self._batches):
+            while not (self._queue or self._prompts or self._batches or self._suspended.rows):
                 if self._state != "running":
                     return False
                 self._changed.wait()
@@ -176,17 +191,20 @@ class BatchEngine:
 
     def _jobs(self) -> list[GenerationJob]:
         rows = [row.job for batch in self._batches for row in batch.rows]
-        return [*self._queue, *(prompt.job for prompt in self._prompts), *rows]
+        suspended_jobs = [row.job for row in self._suspended.rows]
+        return [*self._queue, *(prompt.job for prompt in self._prompts), *rows, *suspended_jobs]
 
     def _drop_cancelled(self) -> None:
-        cancelled = [job for job in self._jobs() if job.is_cancelled]
-        if not cancelled:
-            return
         with self._changed:
-            self._queue = deque(job for job in self._queue if not job.is_cancelled)
-            self._prompts = deque(prompt for prompt in self._prompts if not prompt.job.is_cancelled)
+            cancelled = [job for job in self._jobs() if job.is_cancelled]
+            if not cancelled:
+                return
+            self._queue = deque(job for job in self._queue if job not in cancelled)
+            self._prompts = deque(prompt for prompt in self._prompts if prompt.job not in cancelled)
         for batch in self._batches:
-            batch.keep(lambda row: not row.job.is_cancelled)
+            batch.keep(lambda row: row.job not in cancelled)
+        for row in [row for row in self._suspended.rows if row.job in cancelled]:
+            self._suspended.remove(row)
         self._batches = [batch for batch in self._batches if batch.rows]
         for job in cancelled:
             self._end(job, FinishedEvent("cancelled"), "cancelled")
@@ -195,25 +213,73 @@ class BatchEngine:
         """Begin the oldest waiting requests that fit, in order, so that none is overtaken for ever."""
         while self._queue:
             job = self._queue[0]
-            running = len(self._prompts) + sum(len(batch.rows) for batch in self._batches)
-            if len(self._prompts) >= self.settings.prompts or running >= self.settings.rows:
+            if len(self._prompts) >= self.settings.prompts:
                 return
-            if not self._has_room(job):
+            if not self._has_room(job) and not (self._suspend_for(job) and self._has_room(job)):
                 return
             with self._changed:
                 self._queue.popleft()
+            self.prefixes.pin(job.key, job.name)
             self.metrics.queue_seconds.observe(time.monotonic() - job.created)
             prompt = PromptReader(job, self.steps[job.press], self.model, self.prefixes, self.settings.chunk)
             self._prompts.append(prompt)
 
+    def _num_running(self) -> int:
+        return len(self._prompts) + sum(len(batch.rows) for batch in self._batches)
+
+    def _suspend_for(self, job: GenerationJob) -> bool:
+        """Suspend the longest running answers until a request that has waited long enough fits; return whether it does now."""
+        patience = self.settings.preempt_seconds
+        if patience is None or time.monotonic() - job.created < patience:
+            return False
+        rows = [(batch, row) for batch in self._batches for row in batch.rows if may_give_way(row, job)]
+        rows.sort(key=lambda each: each[1].job.generated - each[1].job.max_tokens)
+        needed_bytes = max(self.admission.price(job, job.key in self.prefixes)) + self.prefixes.held_bytes
+        missing_bytes = self.admission.reserved + needed_bytes - self.admission.limit
+        missing_rows = self._num_running() + 1 - self.settings.rows
+        if sum(row.job.reserved_bytes for _, row in rows) < missing_bytes or len(rows) < missing_rows:
+            return False
+        for batch, row in rows:
+            if missing_bytes <= 0 and missing_rows <= 0:
+                break
+            try:
+                self._suspended.add(row, batch.row_cache(row))
+            except OSError as error:
+                self.metrics.log_failure([row.job], error)  # the answer goes on
+                break
+            missing_bytes, missing_rows = missing_bytes - row.job.reserved_bytes, missing_rows - 1
+            batch.keep(partial(is_not, row))
+            self.admission.release(row.job)
+            self.metrics.suspensions.inc()
+        self._batches = [batch for batch in self._batches if batch.rows]
+        return missing_bytes <= 0 and missing_rows <= 0
+
+    def _resume(self) -> None:
+        """Continue suspended answers that fit again, before any waiting request begins."""
+        while self._suspended.rows and self._num_running() < self.settings.rows:
+            row = self._suspended.rows[0]
+            if not self.admission.readmit(row.job, self.prefixes.held_bytes):
+                if self._num_running():
+                    return
+                self.prefixes.make_room(self.prefixes.held_bytes)  # nothing else runs: the answer fits without prefixes
+                self.admission.readmit(row.job, 0)
+            self._guarded(partial(self._continue, row), [row.job])
+            self._suspended.remove(row)
+
+    def _continue(self, row: AnswerRow) -> None:
+        self._join(row, self._suspended.load(row))
+
     def _has_room(self, job: GenerationJob) -> bool:
+        if self._num_running() >= self.settings.rows:
+            return False
         is_held = job.key in self.prefixes
         if self.admission.admit(job, self.prefixes.held_bytes, is_held):
             return True
-        if len(self._prompts) or self._batches:
+        if self._num_running():
             return False
-        self.prefixes.make_room(self.prefixes.held_bytes)  # nothing else runs: the request fits without prefixes
-        return self.admission.admit(job, 0, False)
+        # Nothing else runs: the request fits without the other prefixes.
+        self.prefixes.make_room(self.prefixes.held_bytes, spared=job.key)
+        return self.admission.admit(job, self.prefixes.held_bytes, is_held)
 
     def _read(self, prompt: PromptReader) -> None:
         """Read one part of a prompt, whose answer then joins a batch."""
@@ -224,7 +290,7 @@ class BatchEngine:
 
     def _is_read_by_another(self, prompt: PromptReader) -> bool:
         """Whether another request reads the same prefix now, which this one waits for."""
-        reading: set[Key] = {
+        reading: set[PrefixKey] = {
             other.job.key
             for other in self._prompts
             if other.cache is not None and not other.has_prefix and other is not prompt
@@ -243,36 +309,49 @@ class BatchEngine:
                 job.inspect(prompt.cache)
             self._end(job, FinishedEvent("length"), "ok")
             return
-        row = AnswerRow(job, -1)
-        if self._emit(row, prompt.logits):
+        row, cache = AnswerRow(job, -1), prompt.cache
+        assert cache is not None  # noqa: S101 - for type checkers
+        if self._emit(row, prompt.logits, lambda: cache):
             return
-        assert prompt.cache is not None  # noqa: S101 - for type checkers
+        self._join(row, cache)
+
+    def _join(self, row: AnswerRow, cache: Cache) -> None:
+        """Add a row to a batch of its press, or begin one."""
         for batch in self._batches:
-            if batch.steps.press == job.press and batch.join(prompt.cache, row):
+            if batch.steps.press == row.job.press and batch.join(cache, row):
                 return
-        self._batches.append(Batch(self.steps[job.press], prompt.cache, row))
+        self._batches.append(Batch(self.steps[row.job.press], cache, row))
 
     def _decode(self, batch: Batch) -> None:
         logits = batch.step()
-        ended_rows = [row for row, row_logits in zip(batch.rows, logits, strict=True) if self._emit(row, row_logits)]
+        ended_rows = [
+            row
+            for row, row_logits in zip(batch.rows, logits, strict=True)
+            if self._emit(row, row_logits, partial(batch.row_cache, row))
+        ]
         batch.keep(lambda row: row not in ended_rows)
         self.metrics.batch_rows.observe(len(logits))
 
-    def _emit(self, row: AnswerRow, logits: Any) -> bool:
-        """Choose and deliver the next token of a row; return whether its answer has ended."""
+    def _emit(self, row: AnswerRow, logits: Any, cache: Callable[[], Cache]) -> bool:
+        """Choose and deliver the next token of a row; return whether its answer has ended.
+
+        `cache` returns the cache of the row, for requests that keep it.
+        """
         job, now = row.job, time.monotonic()
         row.token, logprob, top = next_token(logits, job)
         self.metrics.observe_token(job, now)
-        job.generated += 1
+        job.tokens.append(row.token)
         if row.token in self.end_tokens:
-            return self._finish(job, "stop")
+            return self._finish(job, "stop", cache)
         text = job.text.feed(row.token)
         job.deliver(TokenEvent(row.token, text, logprob, top))
         if job.text.is_stopped:
-            return self._finish(job, "stop")
-        return job.generated >= job.max_tokens and self._finish(job, "length")
+            return self._finish(job, "stop", cache)
+        return job.generated >= job.max_tokens and self._finish(job, "length", cache)
 
-    def _finish(self, job: GenerationJob, reason: FinishReason) -> bool:
+    def _finish(self, job: GenerationJob, reason: FinishReason, cache: Callable[[], Cache]) -> bool:
+        if job.keeps_cache:
+            job.kept_bytes = self.prefixes.put(job.kept_key, cache()).held_bytes
         self._end(job, FinishedEvent(reason, job.text.finish()), "ok")
         return True
 
@@ -281,14 +360,17 @@ class BatchEngine:
         try:
             work()
         except Exception as error:
-            message = f"{type(error).__name__}: {error}"
+            event = FailedEvent(f"{type(error).__name__}: {error}")
+            if isinstance(error, RefusedError):
+                event = FailedEvent(str(error), error.status)
             self.metrics.log_failure(jobs, error)
             self._batches = [batch for batch in self._batches if not any(row.job in jobs for row in batch.rows)]
             for job in jobs:
-                self._end(job, FailedEvent(message), "failed")
+                self._end(job, event, "failed")
 
     def _end(self, job: GenerationJob, event: FinishedEvent | FailedEvent, outcome: str) -> None:
         self.admission.release(job)
+        self.prefixes.unpin(job.key, job.name)
         self.metrics.count_end(job, outcome)
         job.deliver(event)
 

@@ -34,6 +34,7 @@ class Metrics:
         self.between_tokens = Histogram(
             "kvpress_time_between_tokens_seconds", "Seconds between tokens", buckets=SECONDS, registry=registry
         )
+        self.suspensions = Counter("kvpress_suspensions", "Answers that gave way to shorter ones", registry=registry)
         self.batch_rows = Histogram(
             "kvpress_batch_rows", "Rows of a decode step", buckets=(1, 2, 4, 8, 16, 32, 64, 128), registry=registry
         )

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compressed caches of system prompts and documents, in memory up to a limit and in files beyond it."""
+"""Compressed caches of shared texts and conversations, in memory up to a limit and in files beyond it."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.cache_utils import Cache
@@ -13,13 +13,21 @@ from transformers.cache_utils import Cache
 import kvpress
 from kvpress.hf.cache.prefix_store import PrefixStore
 
-Key = tuple[str, tuple[int, ...]]
-"""Press and tokens of a prefix."""
+
+class PrefixKey(NamedTuple):
+    """Key of a compressed cache."""
+
+    press: str
+    """Spec of the press."""
+    ids: tuple[int, ...]
+    """Tokens that the cache has read."""
+    conversation: str = ""
+    """Identifier of the answer whose cache it is; empty for a shared text, which is read as one prompt."""
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """Compressed cache of a text."""
+    """Compressed cache of a shared text or a conversation."""
 
     cache: Cache
     """Cache, of which every request continues a branch."""
@@ -30,10 +38,11 @@ class Prefix:
 
 
 class Prefixes:
-    """Prefixes by press and tokens; the least recently used ones leave the memory first.
+    """Prefixes by key; the least recently used ones leave the memory first.
 
-    A prefix that leaves the memory stays in the files of the store, if there is one. Files are written when a prefix is
-    read, so that a restarted server finds it too.
+    A prefix that leaves the memory stays in the files of the store, if there is one. The file of a shared text is written when
+    the text is read, that of a conversation when it leaves the memory, so that no answer waits for it. A prefix that a request
+    uses stays in memory, since dropping it would free nothing, and counts until the request ends.
 
     Args:
         model: the model.
@@ -44,7 +53,8 @@ class Prefixes:
     def __init__(self, model: Any, limit: int, store: PrefixStore | None) -> None:
         self.model, self.limit, self.store = model, limit, store
         self.hits = self.misses = 0
-        self._by_key: OrderedDict[Key, Prefix] = OrderedDict()
+        self._by_key: OrderedDict[PrefixKey, Prefix] = OrderedDict()
+        self._users: dict[PrefixKey, set[str]] = {}
 
     @property
     def held_bytes(self) -> int:
@@ -56,14 +66,14 @@ class Prefixes:
         """Bytes of the full caches of all prefixes in memory."""
         return sum(prefix.uncompressed_bytes for prefix in list(self._by_key.values()))
 
-    def __contains__(self, key: Key) -> bool:
+    def __contains__(self, key: PrefixKey) -> bool:
         return key in self._by_key
 
-    def peek(self, key: Key) -> Prefix | None:
+    def peek(self, key: PrefixKey) -> Prefix | None:
         """Return a prefix in memory, without counting a lookup."""
         return self._by_key.get(key)
 
-    def get(self, key: Key) -> Prefix | None:
+    def get(self, key: PrefixKey) -> Prefix | None:
         """Return a prefix from memory or from its file, and count a hit or a miss."""
         prefix = self._by_key.get(key)
         if prefix is None and self.store is not None:
@@ -75,28 +85,61 @@ class Prefixes:
         self._by_key.move_to_end(key)
         return prefix
 
-    def put(self, key: Key, cache: Cache) -> Prefix:
-        """Store the cache of a prefix, in a file too if there is a folder."""
-        if self.store is not None:
-            self.store.keep(self.model, key[0], torch.tensor([key[1]]), cache)
+    def put(self, key: PrefixKey, cache: Cache) -> Prefix:
+        """Store the cache of a prefix."""
+        if not key.conversation:
+            self._write(key, cache)
         return self._add(key, cache)
 
-    def make_room(self, needed: int) -> None:
-        """Free at least `needed` bytes, or all prefixes in memory."""
-        freed = 0
-        while self._by_key and freed < needed:
-            freed += self._by_key.popitem(last=False)[1].held_bytes
+    def pin(self, key: PrefixKey, user: str) -> None:
+        """Keep a prefix in memory, once it is there, until `unpin`; `user` is the identifier of a request."""
+        self._users.setdefault(key, set()).add(user)
 
-    def _load(self, key: Key) -> Prefix | None:
+    def unpin(self, key: PrefixKey, user: str) -> None:
+        """End the use of a prefix by a request, if it uses the prefix."""
+        users = self._users.get(key, set())
+        if user in users:
+            users.remove(user)
+            if not users:
+                del self._users[key]
+            self._keep_limit()
+
+    def make_room(self, needed: int, spared: PrefixKey | None = None) -> None:
+        """Free at least `needed` bytes, or all prefixes in memory that no request uses, except `spared`."""
+        freed = 0
+        for key in list(self._by_key):
+            if freed >= needed:
+                return
+            if key in self._users or key == spared:
+                continue
+            prefix = self._by_key.pop(key)
+            freed += prefix.held_bytes
+            if key.conversation:
+                self._write(key, prefix.cache)
+
+    def write_conversations(self) -> None:
+        """Write the conversations in memory to files, if there is a folder, so that a restarted server finds them."""
+        for key, prefix in self._by_key.items():
+            if key.conversation:
+                self._write(key, prefix.cache)
+
+    def _write(self, key: PrefixKey, cache: Cache) -> None:
+        if self.store is not None:
+            self.store.keep(self.model, key.press, torch.tensor([key.ids]), cache, variant=key.conversation)
+
+    def _load(self, key: PrefixKey) -> Prefix | None:
         assert self.store is not None  # noqa: S101 - the caller checked
-        entry = self.store.find(self.model, key[0], torch.tensor([key[1]]))
-        if entry is None or entry.length != len(key[1]):
+        entry = self.store.find(self.model, key.press, torch.tensor([key.ids]), variant=key.conversation)
+        if entry is None or entry.length != len(key.ids):
             return None
         return self._add(key, entry.cache)
 
-    def _add(self, key: Key, cache: Cache) -> Prefix:
+    def _add(self, key: PrefixKey, cache: Cache) -> Prefix:
         sealed = kvpress.branch(cache)  # requests that branch later share these pairs
         report = kvpress.memory_report(sealed)
         prefix = self._by_key[key] = Prefix(sealed, report.total_bytes, report.uncompressed_bytes)
-        self.make_room(self.held_bytes - self.limit)
+        self._keep_limit()
         return prefix
+
+    def _keep_limit(self) -> None:
+        self.make_room(self.held_bytes - self.limit)

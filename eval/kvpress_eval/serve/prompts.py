@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jinja2.exceptions import TemplateError
 
+from kvpress_eval.serve.records import Records
 from kvpress_eval.serve.requests import RefusedError
 from kvpress_eval.serve.schemas import ChatBody, CompletionBody, DocumentBody
 
@@ -18,8 +18,6 @@ MARK = "\x00end of the shared text\x00"
 """Marks the end of a shared text in a rendered chat."""
 LEAST_PREFIX = 32
 """Tokens of the shortest system prompt that is compressed by itself."""
-MOST_DOCUMENTS = 4096
-"""Documents that the server remembers; the oldest are forgotten."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +43,17 @@ class SplitPrompt:
     """Tokens of a prompt."""
 
     prefix: tuple[int, ...]
-    """Tokens that are compressed by themselves and shared; () for none."""
+    """Tokens that are compressed by themselves and shared, or that a conversation has read; () for none."""
     rest: tuple[int, ...]
     """Tokens behind them."""
+    press: str | None = None
+    """Press of the document or conversation; None if the request may choose."""
+    evicts: bool = True
+    """Whether the press evicts from the tokens behind the prefix; it does not behind a shared text."""
+    conversation: str = ""
+    """Identifier of the answer whose cache is continued."""
+    conversation_bytes: int = 0
+    """Bytes of that cache."""
 
 
 class Prompts:
@@ -56,11 +62,14 @@ class Prompts:
     The system prompt of a chat is its prefix, if it has `LEAST_PREFIX` tokens or more; a document, with all before it, is the
     prefix of requests about it. The split depends on the request alone, not on the caches that the server holds. So an answer
     does not depend on earlier requests.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        records: stores documents.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self._documents: OrderedDict[str, TextDocument] = OrderedDict()
+    def __init__(self, tokenizer: Any, records: Records) -> None:
+        self.tokenizer, self.records = tokenizer, records
 
     @property
     def has_template(self) -> bool:
@@ -68,22 +77,24 @@ class Prompts:
         return bool(self.tokenizer.chat_template)
 
     def add_document(self, body: DocumentBody, press: str) -> TextDocument:
-        """Return the document of an upload; equal uploads give the same one."""
+        """Return the document of an upload, and remember it; equal uploads give the same one."""
+        document = self._document_of(body, press)
+        self.records.put(
+            document.name, {"press": press, "text": body.text, "system": body.system, "chat": document.is_chat}
+        )
+        return document
+
+    def _document_of(self, body: DocumentBody, press: str) -> TextDocument:
         is_chat = self.has_template if body.chat is None else body.chat
         if body.system is not None and not is_chat:
             raise RefusedError("system needs a chat: leave it out, or set chat to true", 400)
         if is_chat:
-            head, _ = self._around(_document_messages(body.system, body.text + MARK), {})
-            ids = self._encode(head)
+            head, _ = self.around(_document_messages(body.system, body.text + MARK), {})
+            ids = self.encode(head)
         else:
-            ids = self._encode(body.text, special=True)
+            ids = self.encode(body.text, special=True)
         digest = hashlib.sha256(repr((press, ids, is_chat)).encode()).hexdigest()
-        document = TextDocument(f"doc-{digest[:24]}", press, ids, body.text, body.system, is_chat)
-        self._documents[document.name] = document
-        self._documents.move_to_end(document.name)
-        while len(self._documents) > MOST_DOCUMENTS:
-            self._documents.popitem(last=False)
-        return document
+        return TextDocument(f"doc-{digest[:24]}", press, ids, body.text, body.system, is_chat)
 
     def document(self, name: str) -> TextDocument:
         """Return a document.
@@ -91,19 +102,23 @@ class Prompts:
         Raises:
             RefusedError: it is unknown.
         """
-        if name not in self._documents:
-            raise RefusedError(
-                f"there is no document {name!r} on this server: upload it to /v1/documents; a text that was uploaded before "
-                "is found by its tokens, and not read again",
-                404,
-            )
-        return self._documents[name]
+        record = self.records.get(name) if name.startswith("doc-") else None
+        if record is not None:
+            body = DocumentBody(text=record["text"], system=record["system"], chat=record["chat"])
+            document = self._document_of(body, record["press"])
+            if document.name == name:  # else the record is that of a server with another tokenizer
+                return document
+        raise RefusedError(
+            f"there is no document {name!r} on this server: upload it to /v1/documents; a text that was uploaded before "
+            "is found by its tokens, and not read again",
+            404,
+        )
 
     def rendered(self, document: TextDocument) -> str:
         """Return the text of a document as it was encoded, with the beginning of the chat."""
         if not document.is_chat:
             return document.text
-        return self._around(_document_messages(document.system, document.text + MARK), {})[0]
+        return self.around(_document_messages(document.system, document.text + MARK), {})[0]
 
     def of_completion(self, body: CompletionBody) -> SplitPrompt:
         """Return the tokens of a plain completion."""
@@ -112,25 +127,31 @@ class Prompts:
             self._check_ids(body.prompt)
             ids = tuple(body.prompt)
         else:
-            ids = self._encode(body.prompt, special=document is None)
-        return self._split(() if document is None else document.ids, ids)
+            ids = self.encode(body.prompt, special=document is None)
+        return self._split(ids) if document is None else self._split(ids, document.ids, document.press)
 
     def of_chat(self, body: ChatBody) -> SplitPrompt:
         """Return the tokens of a chat."""
         document = self._of(body.document, is_chat=True)
-        settings = dict(body.chat_template_kwargs or {})
-        if body.tools and body.tool_choice != "none":
-            settings["tools"] = body.tools
-        messages = [_flat(message, index) for index, message in enumerate(body.messages)]
+        settings = self.settings_of(body)
+        messages = [flat(message, index) for index, message in enumerate(body.messages)]
         if document is not None:
             return self._behind_document(document, messages, settings)
         if messages[0]["role"] in ("system", "developer") and len(messages) > 1:
             marked = [{**messages[0], "content": messages[0]["content"] + MARK}, *messages[1:]]
-            head, tail = self._around(marked, settings)
-            ids = self._encode(head)
+            head, tail = self.around(marked, settings)
+            ids = self.encode(head)
             if len(ids) >= LEAST_PREFIX:
-                return self._split(ids, self._encode(tail))
-        return self._split((), self._encode(self._render(messages, settings)))
+                return self._split(self.encode(tail), ids)
+        return self._split(self.encode(self._render(messages, settings)))
+
+    @staticmethod
+    def settings_of(body: ChatBody) -> dict[str, Any]:
+        """Return the arguments of the chat template, tools included."""
+        settings = dict(body.chat_template_kwargs or {})
+        if body.tools and body.tool_choice != "none":
+            settings["tools"] = body.tools
+        return settings
 
     def _behind_document(
         self, document: TextDocument, messages: list[dict[str, Any]], settings: dict[str, Any]
@@ -144,14 +165,14 @@ class Prompts:
             )
         opening = _document_messages(document.system, document.text + MARK)
         opening[-1] = {**first, "content": opening[-1]["content"] + "\n" + first["content"]}
-        head, tail = self._around([*opening, *messages[1:]], settings)
-        if self._encode(head) != document.ids:
+        head, tail = self.around([*opening, *messages[1:]], settings)
+        if self.encode(head) != document.ids:
             raise RefusedError(
                 "the chat template writes the document in another way with these tools or chat_template_kwargs: leave them "
                 "out, or send the document in the messages",
                 400,
             )
-        return self._split(document.ids, self._encode(tail))
+        return self._split(self.encode(tail), document.ids, document.press)
 
     def _of(self, name: str | None, is_chat: bool) -> TextDocument | None:
         document = None if name is None else self.document(name)
@@ -160,7 +181,7 @@ class Prompts:
             raise RefusedError(f"document {name!r} was uploaded for {route}; upload it with chat={is_chat}", 400)
         return document
 
-    def _around(self, messages: list[dict[str, Any]], settings: dict[str, Any]) -> tuple[str, str]:
+    def around(self, messages: list[dict[str, Any]], settings: dict[str, Any]) -> tuple[str, str]:
         """Return the rendered chat before and after the mark."""
         head, mark, tail = self._render(messages, settings).partition(MARK)
         if not mark:
@@ -178,7 +199,8 @@ class Prompts:
             raise RefusedError(f"the chat template of this model refuses the messages: {error}", 400) from error
         return text
 
-    def _encode(self, text: str, special: bool = False) -> tuple[int, ...]:
+    def encode(self, text: str, special: bool = False) -> tuple[int, ...]:
+        """Return the tokens of a text, with those that begin a text if `special`."""
         return tuple(self.tokenizer.encode(text, add_special_tokens=special))
 
     def _check_ids(self, ids: Sequence[int]) -> None:
@@ -186,10 +208,10 @@ class Prompts:
         if wrong := [token for token in ids if not 0 <= token < limit]:
             raise RefusedError(f"token ids must be in [0, {limit}), got {wrong[0]}", 400)
 
-    def _split(self, prefix: tuple[int, ...], rest: tuple[int, ...]) -> SplitPrompt:
+    def _split(self, rest: tuple[int, ...], prefix: tuple[int, ...] = (), press: str | None = None) -> SplitPrompt:
         if not rest:
             raise RefusedError("the prompt has no tokens", 400)
-        return SplitPrompt(prefix, rest)
+        return SplitPrompt(prefix, rest, press, evicts=not prefix)
 
 
 def _document_messages(system: str | None, text: str) -> list[dict[str, Any]]:
@@ -197,7 +219,7 @@ def _document_messages(system: str | None, text: str) -> list[dict[str, Any]]:
     return [*system_messages, {"role": "user", "content": text}]
 
 
-def _flat(message: dict[str, Any], index: int) -> dict[str, Any]:
+def flat(message: dict[str, Any], index: int) -> dict[str, Any]:
     """Return a message with its content as text.
 
     Raises:

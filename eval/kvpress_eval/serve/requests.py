@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from transformers.cache_utils import Cache
 
+from kvpress_eval.serve.prefixes import PrefixKey
 from kvpress_eval.serve.text import TextStream
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -60,6 +61,8 @@ class FailedEvent:
 
     message: str
     """Error message."""
+    status: int = 500
+    """HTTP status."""
 
 
 Event = TokenEvent | FinishedEvent | FailedEvent
@@ -74,6 +77,14 @@ class RefusedError(Exception):
         """HTTP status."""
         self.retry_after = retry_after
         """Seconds after which the same request may be accepted; None for never."""
+
+
+def lost_conversation(name: str) -> str:
+    """Return the message for a conversation whose cache is no longer held."""
+    return (
+        f"the cache of {name!r} is not on this server, or was dropped to free memory: send the messages without `cache`, which "
+        "reads them again; a larger --prefix-memory, or --prefix-store, holds more"
+    )
 
 
 @dataclass(eq=False)
@@ -96,6 +107,14 @@ class GenerationJob:
     """Decoder of the answer."""
     deliver: Callable[[Event], None]
     """Receiver of events; it is called in the engine's thread and must not block."""
+    evicts: bool = True
+    """Whether the press evicts from the prompt; it does not behind a shared text."""
+    conversation: str = ""
+    """Identifier of the answer whose cache is continued; the prefix is then all that this cache has read."""
+    conversation_bytes: int = 0
+    """Bytes of that cache."""
+    keeps_cache: bool = False
+    """Whether the cache is kept at the end of the answer, for the next turn."""
     created: float = field(default_factory=time.monotonic)
     """Time of arrival, in seconds of the monotonic clock."""
     inspect: Callable[[Cache], None] | None = None
@@ -104,8 +123,10 @@ class GenerationJob:
     """Whether the client has gone."""
     cached_tokens: int = 0
     """Tokens of the prefix that were not read for this request."""
-    generated: int = 0
+    tokens: list[int] = field(default_factory=list)
     """Generated tokens."""
+    kept_bytes: int = 0
+    """Bytes of the cache that was kept."""
     held_bytes: int = 0
     """Planned bytes of the cache at its end."""
     peak_bytes: int = 0
@@ -120,6 +141,16 @@ class GenerationJob:
     """Random generator of this request."""
 
     @property
-    def key(self) -> tuple[str, tuple[int, ...]]:
-        """Press and tokens by which the prefix is found."""
-        return self.press, self.prefix
+    def generated(self) -> int:
+        """Number of generated tokens."""
+        return len(self.tokens)
+
+    @property
+    def key(self) -> PrefixKey:
+        """Key of the prefix."""
+        return PrefixKey(self.press, self.prefix, self.conversation)
+
+    @property
+    def kept_key(self) -> PrefixKey:
+        """Key of the cache behind the answer, which has read all tokens but the newest."""
+        return PrefixKey(self.press, (*self.prefix, *self.prompt, *self.tokens[:-1]), self.name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 TOP_LOGPROBS = 20
 """Most alternatives whose log-probabilities can be requested, as in the OpenAI API."""
@@ -26,11 +26,21 @@ class StreamOptions(Body):
     """Accepted for the client of OpenAI; nothing is added to the stream."""
 
 
-class ResponseFormat(Body):
-    """Format of an answer."""
+class ResponseFormat(BaseModel):
+    """Format of an answer. Fields beside the type are refused with it, under its name."""
 
-    type: Literal["text"]
-    """Only text: answers are not constrained to JSON."""
+    type: str
+    """Only `text`: answers are not constrained to JSON, neither here nor by `transformers serve`."""
+
+    @field_validator("type")
+    @classmethod
+    def _check_type(cls, value: str) -> str:
+        if value != "text":
+            raise ValueError(
+                f"must be 'text', got {value!r}: this server does not constrain answers to JSON; ask for JSON in the messages, "
+                "and check the answer"
+            )
+        return value
 
 
 class GenerateBody(Body):
@@ -91,6 +101,10 @@ class ChatBody(GenerateBody):
     """Format of the answer."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further arguments of the chat template, such as `enable_thinking`."""
+    keep_cache: bool = False
+    """Whether the cache behind the answer is kept, so that the next turn can continue it."""
+    cache: str | None = None
+    """Identifier of a response with `keep_cache`, whose cache this request continues."""
 
 
 class CompletionBody(GenerateBody):

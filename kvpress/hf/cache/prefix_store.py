@@ -119,9 +119,10 @@ class PrefixStore:
         mask: Tensor | None = None,
         *,
         turns: bool = False,
+        variant: str = "",
     ) -> Found | None:
-        """Return the stored cache of the longest usable prefix of `ids [B, n]`, or None."""
-        return self._find(self._folder(model, press), model, press, ids, mask, turns)
+        """Return the stored cache of the longest usable prefix of `ids [B, n]`, or None; `variant` as in `keep`."""
+        return self._find(self._folder(model, press), model, press, ids, mask, turns, variant)
 
     def _find(
         self,
@@ -131,13 +132,14 @@ class PrefixStore:
         ids: Tensor,
         mask: Tensor | None,
         turns: bool,
+        variant: str = "",
     ) -> Found | None:
         lengths = {ids.shape[1]}
         if turns or _or_none(press).recipe().is_identity:
             lengths |= {int(path.name.partition("-")[0]) for path in folder.glob(f"*{ENDING}")}
         for length in sorted(lengths, reverse=True):
             if 0 < length <= ids.shape[1]:
-                path = folder / _name(ids[:, :length], None if mask is None else mask[:, :length])
+                path = folder / _name(ids[:, :length], None if mask is None else mask[:, :length], variant)
                 if path.is_file() and (entry := self._load(path, model, length)) is not None:
                     self.hits += 1
                     return entry
@@ -152,12 +154,17 @@ class PrefixStore:
         cache: DynamicCache,
         mask: Tensor | None = None,
         notes: dict[str, Any] | None = None,
+        *,
+        variant: str = "",
     ) -> bool:
         """Store the cache of `ids [B, n]` under a press; returns False if it exceeds the limit or cannot be written.
 
+        `variant` is a part of the key. It distinguishes caches of equal tokens that were read in another way than as one
+        prompt, such as the turns and answers of one conversation; these are found by their variant alone.
+
         A full disk logs a warning instead of raising an error, since the cache itself is usable.
         """
-        return self._keep(self._folder(model, press), model, press, ids, cache, mask, notes)
+        return self._keep(self._folder(model, press), model, press, ids, cache, mask, notes, variant)
 
     def _keep(
         self,
@@ -168,9 +175,10 @@ class PrefixStore:
         cache: DynamicCache,
         mask: Tensor | None,
         notes: dict[str, Any] | None = None,
+        variant: str = "",
     ) -> bool:
         folder.mkdir(exist_ok=True)
-        path = folder / _name(ids, mask)
+        path = folder / _name(ids, mask, variant)
         try:
             info = save(cache, path, model, _or_none(press), tokens=ids, mask=mask, notes=notes)
         except OSError as error:
@@ -259,10 +267,10 @@ def _or_none(press: BasePress | str | None) -> BasePress:
     return get_press("none" if press is None else press)
 
 
-def _name(ids: Tensor, mask: Tensor | None) -> str:
-    """Return the file name of `ids [B, n]`: their number, and a digest of ids and padding."""
+def _name(ids: Tensor, mask: Tensor | None, variant: str = "") -> str:
+    """Return the file name of `ids [B, n]`: their number, and a digest of ids, padding and variant."""
     padded = mask is not None and not bool(mask.all())
-    digest = hashlib.sha256(f"{list(ids.shape)} {padded}".encode())
+    digest = hashlib.sha256(f"{list(ids.shape)} {padded}{variant and f' {variant}'}".encode())
     for tensor in (ids, mask) if padded and mask is not None else (ids,):
         digest.update(tensor.to("cpu", torch.int64).contiguous().numpy().data)
     return f"{ids.shape[1]}-{digest.hexdigest()[:32]}{ENDING}"

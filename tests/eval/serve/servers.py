@@ -68,10 +68,15 @@ class RunningServer:
 
 @contextmanager
 def running(
-    settings: EngineSettings | None = None, api: ApiSettings | None = None, store: Any = None, prefix_bytes: int = 2**28
+    settings: EngineSettings | None = None,
+    api: ApiSettings | None = None,
+    store: Any = None,
+    prefix_bytes: int = 2**28,
+    tokenizer: Any = None,
 ) -> Iterator[RunningServer]:
-    """Run a server of the reference model on a free port."""
-    model, tokenizer = loaded()
+    """Run a server of the reference model on a free port, with another tokenizer if one is passed."""
+    model, reference_tokenizer = loaded()
+    tokenizer = tokenizer or reference_tokenizer
     settings = settings or EngineSettings(PRESSES, 2**30, chunk=64)
     app = new_app(model, tokenizer, settings, api or ApiSettings("reference", None), prefix_bytes, store)
     engine = app.state.engine
