@@ -28,7 +28,7 @@ from kvpress_eval.serve.kept_tokens import KeptTokens
 from kvpress_eval.serve.page import add_page
 from kvpress_eval.serve.prompts import Prompts, SplitPrompt, TextDocument
 from kvpress_eval.serve.records import Records
-from kvpress_eval.serve.requests import FailedEvent, GenerationJob, RefusedError, SamplingSettings, TokenEvent
+from kvpress_eval.serve.requests import ROUTE, FailedEvent, GenerationJob, RefusedError, SamplingSettings, TokenEvent
 from kvpress_eval.serve.schemas import ChatBody, CompletionBody, DocumentBody, GenerateBody
 from kvpress_eval.serve.text import TextStream
 
@@ -253,7 +253,7 @@ class _Routes:
         self, kind: str, press: str, split: SplitPrompt, limit: int, sampling: SamplingSettings, text: TextStream
     ) -> tuple[GenerationJob, Events]:
         events = Events()
-        name = f"{kind}-{uuid.uuid4().hex[:24]}"
+        name = f"{kind}-{(ROUTE.get() + uuid.uuid4().hex)[:24]}"
         job = GenerationJob(
             name, press, split.prefix, split.rest, limit, sampling, text, events.deliver, split.evicts, split.conversation,
             split.conversation_bytes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -14,6 +15,8 @@ from transformers.cache_utils import Cache
 from kvpress_eval.serve.prefixes import PrefixKey
 from kvpress_eval.serve.text import TextStream
 
+ROUTE: ContextVar[str] = ContextVar("ROUTE", default="")
+"""Beginning of the identifiers of responses, by which a gateway finds the replica of a conversation again."""
 FinishReason = Literal["stop", "length", "cancelled"]
 
 
