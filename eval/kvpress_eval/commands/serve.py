@@ -3,12 +3,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvpress_eval.commands import _shared as shared
+
+if TYPE_CHECKING:
+    from kvpress_eval.serve.cluster import ClusterSettings
 
 
 def command(
@@ -39,6 +44,10 @@ def command(
     dtype: shared.Dtype = "auto",
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...")] = "cpu",
     threads: shared.Threads = None,
+    engine: Annotated[str, typer.Option(help="local, or ray: replicas on the machines of a cluster.")] = "local",
+    replicas: Annotated[int, typer.Option(help="Replicas of engine ray.", min=1)] = 1,
+    max_replicas: Annotated[int | None, typer.Option(help="Add replicas under load, up to so many.", min=1)] = None,
+    ray_address: shared.RayAddress = None,
 ) -> None:
     """Serve a model over HTTP with the OpenAI API: many users, one compressed memory.
 
@@ -55,8 +64,9 @@ def command(
         try:
             from kvpress_eval.serve.access import ApiKeys, Rate
             from kvpress_eval.serve.api import ApiSettings
+            from kvpress_eval.serve.cluster import serve_on_cluster
             from kvpress_eval.serve.engine import EngineSettings
-            from kvpress_eval.serve.run import serve
+            from kvpress_eval.serve.run import load_app, serve
         except ModuleNotFoundError as error:
             if str(error.name).startswith("kvpress"):
                 raise
@@ -81,10 +91,39 @@ def command(
                 None if rate is None else Rate(rate),
                 drain,
             )
+            cluster = _cluster(engine, replicas, max_replicas, ray_address)
             if threads:
                 torch.set_num_threads(threads)
-            serve(model, settings, api, host, port, prefix_bytes, prefix_store, limit, dtype, device)
+            load = partial(
+                load_app, name=model, settings=settings, prefix_bytes=prefix_bytes, store=prefix_store, store_limit=limit,
+                dtype=dtype, device=device,
+            )  # fmt: skip
+            if cluster is None:
+                serve(load, api, host, port)
+            else:
+                gpus = int(device.startswith("cuda"))
+                cluster = replace(cluster, cpus=threads or 1, gpus=gpus, rows=rows, queue=queue)
+                serve_on_cluster(load, api, cluster, host, port)
         except KeyboardInterrupt:  # SIGTERM or Ctrl-C, after running answers have ended
             return
         except (ValueError, KeyError, TypeError, OSError, NotImplementedError) as error:
             raise ConfigError(str(error)) from error
+
+
+def _cluster(engine: str, replicas: int, max_replicas: int | None, address: str | None) -> ClusterSettings | None:
+    """Return the replicas of engine ray, and None for engine local.
+
+    Raises:
+        ValueError: the engine does not exist, or is local with options of a cluster.
+    """
+    from kvpress_eval.config.schema import RAY
+    from kvpress_eval.serve.cluster import ClusterSettings
+
+    if engine == RAY:
+        return ClusterSettings(replicas, max_replicas, address)
+    if engine != "local":
+        raise ValueError(f"engine must be local or {RAY}, got {engine!r}")
+    given = {"replicas": replicas != 1, "max_replicas": max_replicas is not None, "ray_address": address is not None}
+    if wrong := [name for name, is_set in given.items() if is_set]:
+        raise ValueError(f"{wrong[0]} needs engine ray: add --engine ray, or leave it out")
+    return None

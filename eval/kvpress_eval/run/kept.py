@@ -61,16 +61,46 @@ def tokens_of(
     if len(ids) > MOST_TOKENS:
         return {}
     if not tokenizer.is_fast:
-        return {"tokens": [tokenizer.decode([token]) for token in ids], "answer": []}
+        return {"tokens": texts_of(tokenizer, ids, text, special=special), "answer": []}
+    offsets = _offsets(tokenizer, ids, text, special)
+    answer = [
+        number
+        for number, (start, stop) in enumerate(offsets)
+        if any(low < stop and start < high for low, high in spans)
+    ]
+    return {"tokens": _split(text, offsets), "answer": answer}
+
+
+def texts_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str, *, special: bool) -> list[str]:
+    """Return the text of each token, for a text of any length; `ids` are its first tokens."""
+    if not tokenizer.is_fast:
+        return [tokenizer.decode([token]) for token in ids]
+    return _split(text, _offsets(tokenizer, ids, text, special))
+
+
+def shares_of(cache: DynamicCache, tokens: int) -> torch.Tensor:
+    """Return the share `[tokens]` of all heads of all layers that hold each token of the first row, in [0, 1]."""
+    pads = cache.get_seq_length() - tokens
+    counts, heads = torch.zeros(tokens), 0
+    for layer in kvpress.kept_positions(cache):
+        for columns in layer[0] if layer else ():
+            counts += _mark(columns.cpu() - pads, tokens)
+            heads += 1
+    return counts / max(1, heads)
+
+
+def _offsets(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str, special: bool) -> list[tuple[int, int]]:
     encoded = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
-    tokens, answer, end = [], [], 0
-    for number, (start, stop) in enumerate(encoded["offset_mapping"][: len(ids)]):
-        # Several tokens can share a character; text between two tokens belongs to the second one.
-        tokens.append(text[end:stop])
+    return list(encoded["offset_mapping"][: len(ids)])
+
+
+def _split(text: str, offsets: Sequence[tuple[int, int]]) -> list[str]:
+    """Return the texts of tokens: they may share a character, and text between two tokens belongs to the second one."""
+    texts, end = [], 0
+    for _, stop in offsets:
+        texts.append(text[end:stop])
         end = max(end, stop)
-        if any(low < stop and start < high for low, high in spans):
-            answer.append(number)
-    return {"tokens": tokens, "answer": answer}
+    return texts
 
 
 def _mark(columns: torch.Tensor, tokens: int) -> torch.Tensor:

@@ -14,8 +14,10 @@ from typing import Any
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-OPEN_PATHS = ("/health",)
-"""Paths that need no key, for probes of load balancers."""
+from kvpress_eval.serve import page
+
+OPEN_PATHS = ("/health", *page.FILES)
+"""Paths that need no key: for probes of load balancers, and the page, which asks for the key."""
 BODY_SECONDS = 30.0
 """Longest time in which a client must send its body."""
 

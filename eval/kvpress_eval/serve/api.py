@@ -6,25 +6,29 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
+from transformers.cache_utils import Cache
 
+from kvpress_eval.run.kept import MOST_TOKENS, texts_of
 from kvpress_eval.serve.access import Access, ApiKeys, Rate, error_response
 from kvpress_eval.serve.answers import AnswerFormat, Events
 from kvpress_eval.serve.conversations import Conversations
 from kvpress_eval.serve.engine import BatchEngine
-from kvpress_eval.serve.prompts import Prompts, SplitPrompt
+from kvpress_eval.serve.kept_tokens import KeptTokens
+from kvpress_eval.serve.page import add_page
+from kvpress_eval.serve.prompts import Prompts, SplitPrompt, TextDocument
 from kvpress_eval.serve.records import Records
-from kvpress_eval.serve.requests import FailedEvent, GenerationJob, RefusedError, SamplingSettings, TokenEvent
+from kvpress_eval.serve.requests import ROUTE, FailedEvent, GenerationJob, RefusedError, SamplingSettings, TokenEvent
 from kvpress_eval.serve.schemas import ChatBody, CompletionBody, DocumentBody, GenerateBody
 from kvpress_eval.serve.text import TextStream
 
@@ -69,12 +73,15 @@ def build_app(engine: BatchEngine, tokenizer: Any, settings: ApiSettings) -> Fas
     app.add_exception_handler(HTTPException, _http_error)
     app.state.engine = engine
     routes = _Routes(engine, tokenizer, settings)
+    app.state.prompts = routes.prompts
     app.get("/v1/models")(routes.models)
     app.post("/v1/chat/completions", response_model=None)(routes.chat)
     app.post("/v1/completions", response_model=None)(routes.complete)
     app.post("/v1/documents", response_model=None)(routes.add_document)
+    app.get("/v1/documents/{name}/tokens", response_model=None)(routes.document_tokens)
     app.get("/health", response_model=None)(routes.health)
     app.get("/metrics", response_model=None)(routes.metrics)
+    add_page(app)
     return app
 
 
@@ -100,7 +107,8 @@ class _Routes:
     async def models(self) -> dict[str, Any]:
         model = {"id": self.settings.model, "object": "model", "created": self.started, "owned_by": "kvpress"}
         presses = list(self.engine.settings.presses)
-        return {"object": "list", "data": [{**model, "presses": presses, "max_model_len": self.settings.positions}]}
+        limits = {"max_model_len": self.settings.positions, "chat": self.prompts.has_template}
+        return {"object": "list", "data": [{**model, "presses": presses, **limits}]}
 
     async def health(self) -> Response:
         status = 200 if self.engine.is_alive else 503
@@ -128,10 +136,7 @@ class _Routes:
     async def add_document(self, body: DocumentBody, request: Request) -> Response:
         press = self._press(body.press)
         document = await asyncio.to_thread(self.prompts.add_document, body, press)
-        split = SplitPrompt(document.ids, ())
-        job, events = self._job("doc", press, split, 0, SamplingSettings(), TextStream(self.tokenizer))
-        self.engine.submit(job)
-        await self._collect(job, events, request)
+        job = await self._read(document, request)
         prefix = self.engine.prefixes.peek(job.key)
         sizes = {} if prefix is None else {"bytes": prefix.held_bytes, "bytes_uncompressed": prefix.uncompressed_bytes}
         return JSONResponse(
@@ -140,6 +145,31 @@ class _Routes:
                 "cached": bool(job.cached_tokens), **sizes,
             }
         )  # fmt: skip
+
+    async def document_tokens(
+        self,
+        name: str,
+        request: Request,
+        start: Annotated[int, Query(ge=0)] = 0,
+        limit: Annotated[int, Query(ge=1, le=MOST_TOKENS)] = MOST_TOKENS,
+    ) -> Response:
+        document = self.prompts.document(name)
+        kept = KeptTokens(len(document.ids))
+        await self._read(document, request, kept.inspect)
+        source = await asyncio.to_thread(self.prompts.rendered, document)
+        texts = await asyncio.to_thread(texts_of, self.tokenizer, document.ids, source, special=not document.is_chat)
+        return JSONResponse({"id": name, "press": document.press, **kept.part(texts, start, limit)})
+
+    async def _read(
+        self, document: TextDocument, request: Request, inspect: Callable[[Cache], None] | None = None
+    ) -> GenerationJob:
+        """Read a document, unless its cache is stored; `inspect` receives the cache in the engine's thread."""
+        split = SplitPrompt(document.ids, ())
+        job, events = self._job("doc", document.press, split, 0, SamplingSettings(), TextStream(self.tokenizer))
+        job.inspect = inspect
+        self.engine.submit(job)
+        await self._collect(job, events, request)
+        return job
 
     async def _answer(
         self,
@@ -223,7 +253,7 @@ class _Routes:
         self, kind: str, press: str, split: SplitPrompt, limit: int, sampling: SamplingSettings, text: TextStream
     ) -> tuple[GenerationJob, Events]:
         events = Events()
-        name = f"{kind}-{uuid.uuid4().hex[:24]}"
+        name = f"{kind}-{(ROUTE.get() + uuid.uuid4().hex)[:24]}"
         job = GenerationJob(
             name, press, split.prefix, split.rest, limit, sampling, text, events.deliver, split.evicts, split.conversation,
             split.conversation_bytes,

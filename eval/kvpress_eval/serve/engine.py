@@ -305,6 +305,8 @@ class BatchEngine:
         self.metrics.count_prompt(job)
         self.admission.prompt_read(job)
         if not job.max_tokens or prompt.logits is None:
+            if job.inspect is not None and prompt.cache is not None:
+                job.inspect(prompt.cache)
             self._end(job, FinishedEvent("length"), "ok")
             return
         row, cache = AnswerRow(job, -1), prompt.cache

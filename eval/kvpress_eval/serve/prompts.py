@@ -114,6 +114,12 @@ class Prompts:
             404,
         )
 
+    def rendered(self, document: TextDocument) -> str:
+        """Return the text of a document as it was encoded, with the beginning of the chat."""
+        if not document.is_chat:
+            return document.text
+        return self.around(_document_messages(document.system, document.text + MARK), {})[0]
+
     def of_completion(self, body: CompletionBody) -> SplitPrompt:
         """Return the tokens of a plain completion."""
         document = self._of(body.document, is_chat=False)

@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+from transformers.cache_utils import Cache
 
 from kvpress_eval.serve.prefixes import PrefixKey
 from kvpress_eval.serve.text import TextStream
 
+ROUTE: ContextVar[str] = ContextVar("ROUTE", default="")
+"""Beginning of the identifiers of responses, by which a gateway finds the replica of a conversation again."""
 FinishReason = Literal["stop", "length", "cancelled"]
 
 
@@ -116,6 +120,8 @@ class GenerationJob:
     """Whether the cache is kept at the end of the answer, for the next turn."""
     created: float = field(default_factory=time.monotonic)
     """Time of arrival, in seconds of the monotonic clock."""
+    inspect: Callable[[Cache], None] | None = None
+    """Receiver of the prefix's cache, for a job that only reads it; it is called in the engine's thread."""
     is_cancelled: bool = False
     """Whether the client has gone."""
     cached_tokens: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,28 +43,28 @@ def new_app(
     return build_app(engine, tokenizer, replace(api, positions=api.positions or positions_of(model.config)))
 
 
-def serve(
+def load_app(
+    api: ApiSettings,
     name: str,
     settings: EngineSettings,
-    api: ApiSettings,
-    host: str,
-    port: int,
     prefix_bytes: int,
     store: Path | None,
     store_limit: str,
     dtype: str,
     device: str,
-) -> None:
-    """Load a model and serve it until SIGTERM or Ctrl-C."""
+) -> FastAPI:
+    """Load a model, and return its application."""
     folder = None if store is None else PrefixStore(store, store_limit)
     model, tokenizer = kvpress.load_model(name, dtype="auto" if dtype == "auto" else dtype_of(dtype))
-    model = model.to(device).eval()
-    app = new_app(model, tokenizer, settings, api, prefix_bytes, folder)
-    _log_lines()
-    if host not in ("127.0.0.1", "::1", "localhost") and api.keys is None:
-        logging.getLogger("kvpress.serve").warning(
-            '{"event": "open", "message": "anyone who reaches %s can use this server: set --api-keys"}', host
-        )
+    log_lines()
+    return new_app(model.to(device).eval(), tokenizer, settings, api, prefix_bytes, folder)
+
+
+def serve(load: Callable[[ApiSettings], FastAPI], api: ApiSettings, host: str, port: int) -> None:
+    """Serve the application that `load` returns until SIGTERM or Ctrl-C."""
+    app = load(api)
+    warn_if_open(api, host)
+    settings = app.state.engine.settings
     log("start", model=api.model, presses=list(settings.presses), memory=settings.memory, host=host, port=port)
     config = uvicorn.Config(
         app, host, port, log_level="warning", access_log=False, timeout_keep_alive=KEEP_ALIVE,
@@ -72,7 +73,15 @@ def serve(
     uvicorn.Server(config).run()
 
 
-def _log_lines() -> None:
+def warn_if_open(api: ApiSettings, host: str) -> None:
+    """Log a warning if a server without keys can be reached from other machines."""
+    if host not in ("127.0.0.1", "::1", "localhost") and api.keys is None:
+        logging.getLogger("kvpress.serve").warning(
+            '{"event": "open", "message": "anyone who reaches %s can use this server: set --api-keys"}', host
+        )
+
+
+def log_lines() -> None:
     """Write the log of the server to standard error, one line of JSON per event."""
     logger = logging.getLogger("kvpress.serve")
     logger.setLevel(logging.INFO)
