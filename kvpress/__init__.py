@@ -63,12 +63,17 @@ _EXPORTS = {
 
 _MODULES = {name: module for module, names in _EXPORTS.items() for name in names}
 
+_OTHERS = ("SUPPORTED_MODELS", "patch_attention_functions")
+"""Names that programs written for NVIDIA kvpress import from this package; they are not part of its public names."""
+
 
 def __getattr__(name: str) -> Any:
     if name == "__all__":
         return __dir__()
     if name in _MODULES:
         return getattr(importlib.import_module(_MODULES[name]), name)
+    if name in _OTHERS:
+        return importlib.import_module("kvpress.compat.aliases").other_name(name)
     return importlib.import_module("kvpress.core.registry").class_named(name, __name__)
 
 

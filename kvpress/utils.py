@@ -6,6 +6,7 @@ from typing import Any
 from kvpress.compat import utils
 from kvpress.compat.utils import (
     compute_n_kept,
+    dequantize_layer,
     extract_keys_and_values,
     get_prerope_key_states,
     get_prerope_query_states,
@@ -15,6 +16,7 @@ from kvpress.compat.utils import (
 
 __all__ = [
     "compute_n_kept",
+    "dequantize_layer",
     "extract_keys_and_values",
     "get_prerope_key_states",
     "get_prerope_query_states",

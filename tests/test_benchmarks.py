@@ -33,6 +33,7 @@ from benchmarks import (
     frontier,
     gpu_parity,
     kernels_cpu,
+    nvidia_tests,
     openvino_prefill,
     overhead,
     prefill,
@@ -58,6 +59,23 @@ from benchmarks.problems import (
 from kvpress.core.registry import entries
 from kvpress.kernels.cpu import build, launch
 from tests.kernels.compiler import NATIVE, needs_compiler
+
+
+def test_failures_of_the_peers_tests_are_classified_by_their_messages() -> None:
+    private = "AttributeError: 'TestLUKVPress' object has no attribute '_budget_curves'"
+    missing, meant = (
+        nvidia_tests.classified(private),
+        nvidia_tests.classified("assert 4 == 5\n + where 5 = get_seq_length()"),
+    )
+    assert (missing[0], meant[0]) == (nvidia_tests.MISSING, nvidia_tests.MEANT)
+    assert nvidia_tests.classified("AssertionError") == (nvidia_tests.OURS, "not classified")
+    failures = [["a", *meant, ""], ["b", *missing, ""], ["c", *meant, ""]]
+    assert list(nvidia_tests.counted(failures).items()) == [(meant, 2), (missing, 1)]
+    record = json.loads(Path("benchmarks/results/nvidia_tests.json").read_text())
+    page = Path("docs/nvidia.md").read_text()
+    assert f"{record['passed']} of {record['passed'] + len(record['failures'])} pass" in page
+    counts = [int(count) for count in re.findall(r"^\| (\d+) \|", page, re.MULTILINE)]
+    assert sum(counts) == len(record["failures"])
 
 
 def test_host_time_is_shared_out_between_parts_that_ran() -> None:

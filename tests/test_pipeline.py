@@ -60,6 +60,19 @@ def test_the_cache_that_is_passed_holds_the_compressed_context() -> None:
     assert report.kept == report.seen // seen * int(seen * 0.5)
 
 
+def test_the_cache_that_is_passed_holds_the_answer_of_a_press_that_evicts_generated_tokens() -> None:
+    press = kvpress.DecodingPress(kvpress.KnormPress(), compression_interval=2, target_size=20)
+    cache = DynamicCache(config=pipe().model.config)
+    new_cache_answer = pipe()(CONTEXTS[0], **ASKED, press=press, max_new_tokens=6)
+    assert pipe()(CONTEXTS[0], **ASKED, press=press, cache=cache, max_new_tokens=6) == new_cache_answer
+    context = len(pipe().tokenizer(CONTEXTS[0]).input_ids)
+    assert cache.get_seq_length() > context
+    assert all(20 <= layer.keys.shape[2] < 22 for layer in cache.layers)
+    cache = DynamicCache(config=pipe().model.config)
+    pipe()(CONTEXTS[0], questions=["a", "b"], press=press, cache=cache, max_new_tokens=6)
+    assert cache.get_seq_length() == context
+
+
 def test_a_filled_cache_takes_a_further_context() -> None:
     cache = DynamicCache(config=pipe().model.config)
     pipe()(CONTEXTS[1], cache=cache, max_new_tokens=1)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kvpress.compat.overrides import check_helpers
+from kvpress.compat.published import PATTERNS_DICT, published_pattern
 from kvpress.compat.standalone import view_for
 from kvpress.compat.tensor_view import view_of_tensors
 from kvpress.core.rerotation import turned
@@ -22,7 +23,7 @@ from kvpress.observe.queries import QueryStats, RecentQueries
 from kvpress.presses.criticalkv import output_norms, output_weight
 from kvpress.presses.duo_attention import DuoAttentionPress
 from kvpress.presses.expected_attention import averaged
-from kvpress.presses.head_table import read_head_table
+from kvpress.presses.head_table import parse_head_table, read_head_table
 from kvpress.presses.leverage_score import of_rows
 from kvpress.presses.pyramidkv import Pyramid
 from kvpress.presses.simlayerkv import attention_on
@@ -103,7 +104,7 @@ def two_stage_scores(
     attentions: Tensor | None,
     kwargs: dict[str, Any],
 ) -> Tensor:
-    """Return scores `[B, H, n]`, highest for the pairs that both stages choose; see `BasePress.compress`.
+    """Return scores `[B, H, n]`; the pairs of the first stage have the largest finite number. See `BasePress.compress`.
 
     Raises:
         TypeError: a user's class overrides a helper, which the stages do not call.
@@ -114,7 +115,7 @@ def two_stage_scores(
     stages = press.stages(step)
     view = view_for(press, module, hidden_states, keys, values, kwargs)
     scores: Tensor = stages.weighed(Scored(view, stages), view.target or step.amount.of(view.length))
-    return scores
+    return scores.clamp_max(torch.finfo(scores.dtype).max)
 
 
 def vwl1norm(values: Tensor, module: nn.Module) -> Tensor:
@@ -135,6 +136,21 @@ def is_lazy(
 
 
 def load_attention_pattern(model: Any) -> tuple[int | None, int | None, Tensor]:
-    """Return the sink size, recent size (None if unknown) and values `[L, H]` of the table in a model's folder."""
-    table = read_head_table(str(Path(model.config.name_or_path) / DuoAttentionPress.beside))
+    """Return the sink size, recent size (None if unknown) and values `[L, H]` of the table in a model's folder.
+
+    If the folder has none, the table is downloaded that the authors publish for a model of that name.
+
+    Raises:
+        FileNotFoundError: the folder has none, and none is published for the model.
+        OSError: the download failed.
+    """
+    name = str(model.config.name_or_path)
+    if not name:
+        raise FileNotFoundError("this model was not loaded from a folder, so it has no table")
+    file = Path(name) / DuoAttentionPress.beside
+    if not file.is_file() and name in PATTERNS_DICT:
+        config, text = published_pattern(name)
+        table = parse_head_table(text, config, f"{DuoAttentionPress.beside} of {name}")
+    else:
+        table = read_head_table(str(file))
     return table.sink_size, table.recent_size, table.values

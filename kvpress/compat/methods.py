@@ -39,7 +39,7 @@ HELPERS = {
         Helper("score", function="two_stage_scores", overridable=True),
         Helper("vwl1norm", static=True, callers=SCORES),
     ),
-    "DuoAttentionPress": (Helper("load_attention_pattern", static=True),),
+    "DuoAttentionPress": (Helper("load_attention_pattern", static=True, overridable=True),),
     "ExpectedAttentionPress": (
         Helper("get_query_statistics", callers=SCORES),
         Helper("apply_avg_rope", callers=SCORES),

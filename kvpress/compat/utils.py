@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import QuantizedLayer
 
 from kvpress.hf.attention.functions import AskedError, asked
 from kvpress.hf.models import find_rotary, listed_models
 
 __all__ = [
     "compute_n_kept",
+    "dequantize_layer",
     "extract_keys_and_values",
     "get_prerope_key_states",
     "get_prerope_query_states",
@@ -50,13 +52,27 @@ def get_prerope_key_states(module: nn.Module, hidden_states: Tensor) -> Tensor:
     return _unrotated(module, hidden_states).keys
 
 
+def dequantize_layer(cache_layer: Any) -> tuple[Tensor, Tensor]:
+    """Return the keys and values `[B, H, n, D]` that a layer of a `QuantizedCache` of transformers stores as codes.
+
+    The newest pairs, which such a layer keeps beside its codes, are not part of the result. Layers of this library decode
+    all of their pairs.
+
+    Raises:
+        ValueError: heads of a layer of this library store different numbers of pairs.
+    """
+    if not isinstance(cache_layer, QuantizedLayer):
+        return cache_layer.keys, cache_layer.values
+    return cache_layer._dequantize(cache_layer._quantized_keys), cache_layer._dequantize(cache_layer._quantized_values)
+
+
 def extract_keys_and_values(cache: Any, layer_idx: int) -> tuple[Tensor, Tensor]:
-    """Return the keys `[B, H, n, D]` and values that a layer of a cache stores.
+    """Return the keys `[B, H, n, D]` and values that a layer of a cache stores; see `dequantize_layer`.
 
     Raises:
         ValueError: heads store different numbers of pairs.
     """
-    return cache.layers[layer_idx].keys, cache.layers[layer_idx].values
+    return dequantize_layer(cache.layers[layer_idx])
 
 
 def set_keys_and_values(cache: Any, layer_idx: int, keys: Tensor, values: Tensor) -> None:

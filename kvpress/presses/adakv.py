@@ -30,7 +30,8 @@ from kvpress.core.scoring import Scored, top
 class AdaKVPress(WrapperPress):
     """Keep the best pairs of all heads of a layer together, so that heads differ in length.
 
-    Each head keeps at least the share `alpha_safeguard` of the mean budget. Storage is ragged, so evicted pairs free memory.
+    Each head keeps at least the share `alpha_safeguard` of the mean budget, and one pair unless the share is 0. Storage is
+    ragged, so evicted pairs free memory.
 
     Paper: Feng et al., Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation, 2024, arXiv:2407.11550.
     Differs from the paper: the safeguard keeps each head's best pairs before the competition, as in NVIDIA kvpress; the
@@ -74,7 +75,7 @@ class Competition(Allocator):
         """Return the number of pairs of each head, `[b, h]` for each item of `scored`, in one competition."""
         scores = []
         for item, count in zip(scored, budgets, strict=True):
-            minimum = int(count * self.safeguard) if isinstance(count, int) else (count * self.safeguard).long()
+            minimum = at_least_one(count, self.safeguard)
             scores.append(item.scores.masked_fill(top(item.scores, minimum), torch.inf))
         flat = torch.cat([score.flatten(1) for score in scores], dim=1)
         mask = top(flat, _total(budgets, scores))
@@ -86,6 +87,14 @@ class Competition(Allocator):
 
     def planned(self, tokens: int, mean: int) -> int:
         return self.inner.planned(tokens, mean)
+
+
+def at_least_one(count: int | Tensor, share: float) -> int | Tensor:
+    """Return a share of a number of pairs, rounded down, but not to 0 unless the share or the number is 0."""
+    least = 1 if share else 0
+    if isinstance(count, int):
+        return min(count, max(least, int(count * share)))
+    return torch.minimum(count, (count * share).long().clamp_min(least))
 
 
 def _total(counts: Sequence[int | Tensor], scores: Sequence[Tensor]) -> int | Tensor:

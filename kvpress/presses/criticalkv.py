@@ -16,7 +16,7 @@ from kvpress.core.press import BasePress, ScorerAround, ScorerPress, WrapperPres
 from kvpress.core.recipe import Eviction
 from kvpress.core.registry import Refusal, register
 from kvpress.core.scoring import Scored, check_numbers, top
-from kvpress.presses.adakv import AdaKVPress
+from kvpress.presses.adakv import AdaKVPress, at_least_one
 
 OUTPUTS = ("o_proj", "out_proj", "dense", "wo")
 """Names that models give to the projection of the attention output."""
@@ -124,8 +124,7 @@ class TwoStages(ScorerAround):
         norms = output_norms(view.values, view.memo[WEIGHT], heads, view.heads)
         weighted = torch.where(finite, (scores - lowest + self.epsilon) * norms, scores)
         check_numbers(weighted, "scores times the norms of value outputs", view)
-        first_counts = int(counts * self.first) if isinstance(counts, int) else (counts * self.first).long()
-        return weighted.masked_fill(top(scores, first_counts), torch.inf)
+        return weighted.masked_fill(top(scores, at_least_one(counts, self.first)), torch.inf)
 
 
 def output_norms(values: Tensor, weight: Tensor, kv_heads: int, shown: slice = slice(None)) -> Tensor:

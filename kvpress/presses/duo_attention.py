@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
-from typing import ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from kvpress.cache import attention
+from kvpress.core.model import ModelFacts
 from kvpress.core.recipe import PassHook
 from kvpress.core.registry import EVERY_SUITE, Exemption, Refusal, register
 from kvpress.observe.call import LayerCall
@@ -39,7 +42,8 @@ class DuoAttentionPress(StreamingHeadsPress):
     """Keep only sinks and a recent window in the heads that retrieve least.
 
     A `table` has the retrieval score of each head; `kvpress calibrate --method duo_attention` learns one, and the table of the
-    bundled reference model ships with it. `on_the_fly_scoring` measures the scores on the prompt instead, by a sample of the
+    bundled reference model ships with it; None also downloads the authors' table of a model that they have one for, or calls
+    an override of `load_attention_pattern`. `on_the_fly_scoring` measures the scores on the prompt instead, by a sample of the
     queries i after the first sink_size + recent_size tokens, which is sparser at later positions:
 
         score[b, h] = mean over i and the group of the sum of softmax(q_i . k)[t] over sink_size <= t <= i - recent_size
@@ -80,6 +84,18 @@ class DuoAttentionPress(StreamingHeadsPress):
     @property
     def decision(self) -> PassHook | None:
         return PassHook(self._decide, ("prefill",)) if self.on_the_fly_scoring else None
+
+    def published(self, model: ModelFacts) -> HeadTable:
+        """Return the table of `load_attention_pattern`: a file in the folder of the model, or else the authors' download."""
+        module = model.layers[0].module
+        if module is None:
+            return super().published(model)
+        config: Any = copy.copy(module.config)
+        config.name_or_path = model.source
+        load: Any = getattr(self, "load_attention_pattern")  # noqa: B009 - a helper, attached when the class is adapted
+        sink_size, recent_size, values = load(SimpleNamespace(config=config))
+        source = f"load_attention_pattern of {model.source or model.name}"
+        return HeadTable(source, torch.as_tensor(values).double().clamp(0, 1), sink_size, recent_size)
 
     def streaming(self, table: HeadTable | None, view: View) -> Tensor | None:
         if not self.on_the_fly_scoring:

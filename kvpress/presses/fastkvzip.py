@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm
 
 from kvpress.core import calibration as calibration
@@ -22,7 +23,7 @@ from kvpress.observe.observer import Wanted
 from kvpress.observe.view import View
 from kvpress.presses.adakv import Competition
 from kvpress.presses.gates import Gates, input_size
-from kvpress.presses.learned import check_shape, fetch, name_of, read
+from kvpress.presses.learned import ModuleWeights, check_shape, fetch, name_of, read
 
 METHOD = "fastkvzip"
 HUB = "Jang-Hyun/Fast-KVzip"
@@ -61,7 +62,8 @@ class FastKVzipPress(ScorerPress):
     first `n_sink` tokens always stay, and so does a window of the newest tokens: the share `window_ratio` of prompts below
     32000 tokens, `window_size` tokens of longer ones. With `layerwise`, every layer keeps the same number of pairs. `gates` is
     a published file, a file from `kvpress calibrate --method fastkvzip`, or a folder or repository with
-    `<model>/q<group>_dim16_sink16.pt`; None is the authors' repository, or the bundled file for the reference model.
+    `<model>/q<group>_dim16_sink16.pt`; None is the authors' repository, or the bundled file for the reference model. It may
+    also be a list of modules, one `FastKVzipGate` for each layer, as programs for NVIDIA kvpress set it.
 
     Paper: Kim et al., Fast KVzip: Efficient and Accurate LLM Inference with Gated KV Eviction, 2026, arXiv:2601.17668.
     Differs from the paper: pairs are evicted after the whole prompt, not after each chunk; `bounded` evicts after each chunk,
@@ -72,7 +74,7 @@ class FastKVzipPress(ScorerPress):
     n_sink: Size = 4
     window_size: Count = 4096
     window_ratio: Share = 0.02
-    gates: str | None = field(default=None, kw_only=True)
+    gates: str | Sequence[nn.Module] | None = field(default=None, kw_only=True)
 
     @property
     def protected(self) -> int:
@@ -85,15 +87,21 @@ class FastKVzipPress(ScorerPress):
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
         if model is None or not model.loaded:
             return super().recipe(model)
-        named = replace(self, gates=self.gates or str(calibration.shipped_for(model, METHOD) or HUB))
-        first = model.layers[0]
-        named = replace(named, gates=str(gate_file(str(named.gates), model, first.heads // first.kv_heads)))
-        check(str(named.gates), model)
-        return ScorerPress.recipe(named, model)
+        place = self.place or str(calibration.shipped_for(model, METHOD) or HUB)
+        if not isinstance(place, ModuleWeights):
+            first = model.layers[0]
+            place = str(gate_file(place, model, first.heads // first.kv_heads))
+        check(place, model)
+        return ScorerPress.recipe(replace(self, gates=place), model)
+
+    @property
+    def place(self) -> str | None:
+        """Path of the gates, or the name of modules in memory; None for published ones."""
+        return self.gates if self.gates is None or isinstance(self.gates, str) else ModuleWeights(self.gates, "module")
 
     @property
     def wants(self) -> tuple[Wanted, ...]:
-        return (Wanted(OwnShare, str(self.gates)),)
+        return (Wanted(OwnShare, self.place),)
 
     def scores(self, view: View) -> Tensor:
         """Return `[b, h, n]` in [0, 1], infinite for sinks and window."""
@@ -135,9 +143,14 @@ def gate_file(place: str, model: ModelFacts, groups: int) -> Path:
     )
 
 
+def load(place: str) -> Calibration | dict[str, Tensor]:
+    """Read gates from modules in memory, a published file or a calibration."""
+    return place.tensors if isinstance(place, ModuleWeights) else read(Path(place), METHOD)
+
+
 def of_layer(place: str, layer: int, device: torch.device | None = None) -> dict[str, Tensor]:
     """Return the weights of one layer's gates, float32, by their names without the layer's prefix."""
-    content = read(Path(place), METHOD)
+    content = load(place)
     prefix, tensors = (
         (f"{layer}.", content.tensors) if isinstance(content, Calibration) else (f"module.{layer}.", content)
     )
@@ -150,7 +163,7 @@ def of_layer(place: str, layer: int, device: torch.device | None = None) -> dict
 
 def check(place: str, model: ModelFacts) -> None:
     """Raise ValueError if the gates do not fit the model."""
-    content = read(Path(place), METHOD)
+    content = load(place)
     if isinstance(content, Calibration):
         settings = content.provenance["settings"]
         content.check(METHOD, model, place, lambda layer: shapes(layer, settings["width"], settings["bases"]))

@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,18 +62,27 @@ def read_head_table(path: str) -> HeadTable:
 @lru_cache(maxsize=8)
 def _read(file: Path, modified: int) -> HeadTable:
     del modified
-    lines = [line.split() for line in file.read_text().splitlines() if line.strip()]
+    config_file = file.with_name("config.json")
+    config = json.loads(config_file.read_text()) if config_file.is_file() else {}
+    return parse_head_table(file.read_text(), config, str(file))
+
+
+def parse_head_table(text: str, config: dict[str, Any], source: str) -> HeadTable:
+    """Return the table in the text of a `.tsv` file, with the sizes of its configuration; `source` is for messages.
+
+    Raises:
+        ValueError: the text is not a table of finite numbers.
+    """
+    lines = [line.split() for line in text.splitlines() if line.strip()]
     try:
         values = torch.tensor([[float(value) for value in line] for line in lines], dtype=torch.float64)
     except ValueError as error:
         raise ValueError(
-            f"{file} is not a table of numbers, a line per layer and a column per KV head: {error}"
+            f"{source} is not a table of numbers, a line per layer and a column per KV head: {error}"
         ) from None
     if values.dim() != 2 or not bool(values.isfinite().all()):
-        raise ValueError(f"{file} must hold one finite number per layer and KV head, got shape {tuple(values.shape)}")
-    config_file = file.with_name("config.json")
-    config = json.loads(config_file.read_text()) if config_file.is_file() else {}
-    return HeadTable(str(file), values.clamp(0, 1), config.get("sink_size"), config.get("recent_size"))
+        raise ValueError(f"{source} must hold one finite number per layer and KV head, got shape {tuple(values.shape)}")
+    return HeadTable(source, values.clamp(0, 1), config.get("sink_size"), config.get("recent_size"))
 
 
 def _find_file(path: Path) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kvpress.core.press import ScorerPress
@@ -31,5 +32,5 @@ class KnormPress(ScorerPress):
 
     def scores(self, view: View) -> Tensor:
         """Return `[b, h, n]`."""
-        norms: Tensor = view.keys.float().norm(dim=-1)
+        norms: Tensor = view.keys.to(torch.promote_types(view.keys.dtype, torch.float32)).norm(dim=-1)
         return -norms

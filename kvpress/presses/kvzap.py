@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import gelu, linear
 
 from kvpress.core import calibration as calibration
@@ -18,7 +18,7 @@ from kvpress.core.registry import EVERY_SUITE, Exemption, Refusal, register
 from kvpress.observe.observer import Wanted
 from kvpress.observe.view import View
 from kvpress.presses.gates import Gates, input_size
-from kvpress.presses.learned import check_shape, fetch, name_of, read
+from kvpress.presses.learned import ModuleWeights, check_shape, fetch, name_of, read
 
 METHOD = "kvzap"
 NEEDED = (
@@ -49,7 +49,8 @@ class KVzapPress(ScorerPress):
     the prompt is repeated, so one threshold fits all texts: `dms(kvzap):threshold=-4`. It is computed when a token is read, and
     stored with its pairs in 4 bytes per head. `model_type` is the kind of network. `weights` is a published file, a file from
     `kvpress calibrate --method kvzap`, a folder with `model.safetensors`, or a repository of the hub; None is
-    `nvidia/KVzap-<model_type>-<model>`, or the bundled file for the reference model.
+    `nvidia/KVzap-<model_type>-<model>`, or the bundled file for the reference model. A `KVzapModel` in the attribute
+    `kvzap_model`, as programs for NVIDIA kvpress set it, takes the place of `weights` and `model_type`.
 
     Paper: Jegou & Jeblick, KVzap: Fast, Adaptive, and Faithful KV Cache Pruning, 2026, arXiv:2601.07891.
     Differs from the paper: nothing in the scores.
@@ -57,11 +58,19 @@ class KVzapPress(ScorerPress):
 
     model_type: Literal["linear", "mlp"] = "mlp"
     weights: str | None = field(default=None, kw_only=True)
+    kvzap_model: ClassVar[nn.Module | None] = None
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
         if model is None or not model.loaded:
             return super().recipe(model)
-        named = replace(self, weights=self.weights or self.published(model))
+        if self.kvzap_model is not None:
+            if self.weights is not None:
+                raise ValueError(f"set either weights or kvzap_model, got both: weights={self.weights!r}")
+            networks: Any = self.kvzap_model.layers
+            kind: Literal["linear", "mlp"] = "linear" if isinstance(networks[0], nn.Linear) else "mlp"
+            named = replace(self, model_type=kind, weights=ModuleWeights(list(networks), "layers"))
+        else:
+            named = replace(self, weights=self.weights or self.published(model))
         named.check(model)
         return ScorerPress.recipe(named, model)
 
@@ -72,7 +81,7 @@ class KVzapPress(ScorerPress):
 
     def check(self, model: ModelFacts) -> None:
         """Raise ValueError if the networks do not fit the model, or are not of the kind `model_type`."""
-        source = str(self.weights)
+        source = self.weights or ""
         content, tensors = load(source), networks(source)
         if isinstance(content, Calibration):
             content.check(METHOD, model, source, lambda layer: _shapes(content, layer))
@@ -88,7 +97,7 @@ class KVzapPress(ScorerPress):
 
     @property
     def wants(self) -> tuple[Wanted, ...]:
-        return (Wanted(Surrogates, str(self.weights)),)
+        return (Wanted(Surrogates, self.weights),)
 
     def scores(self, view: View) -> Tensor:
         """Return `[b, h, n]`."""
@@ -125,8 +134,10 @@ def _shapes(calibrated: Calibration, layer: LayerFacts) -> dict[str, tuple[int |
 
 
 def load(place: str) -> Calibration | dict[str, Tensor]:
-    """Read networks from a published file or a calibration."""
-    return read(fetch(place, "model.safetensors", NEEDED), METHOD)
+    """Read networks from modules in memory, a published file or a calibration."""
+    return (
+        place.tensors if isinstance(place, ModuleWeights) else read(fetch(place, "model.safetensors", NEEDED), METHOD)
+    )
 
 
 def networks(place: str) -> dict[str, Tensor]:

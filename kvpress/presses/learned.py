@@ -4,17 +4,46 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvpress.core import calibration as calibration
 from kvpress.core.calibration import Calibration
 from kvpress.core.model import ModelFacts
+
+
+class ModuleWeights(str):
+    """Name of networks in memory, for settings that otherwise hold the path of a file; equal for the same modules."""
+
+    __slots__ = ("modules", "prefix")
+
+    prefix: str
+    """First part of the names of the tensors."""
+    modules: tuple[nn.Module, ...]
+    """Network of each layer."""
+
+    def __new__(cls, modules: Sequence[nn.Module], prefix: str) -> ModuleWeights:
+        name = super().__new__(cls, f"{prefix} in memory at {', '.join(f'{id(module):#x}' for module in modules)}")
+        name.prefix, name.modules = prefix, tuple(modules)
+        return name
+
+    def __reduce__(self) -> tuple[type[ModuleWeights], tuple[tuple[nn.Module, ...], str]]:
+        return ModuleWeights, (self.modules, self.prefix)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Weights by name, `<prefix>.<layer>.<name in the module>`, as published files have them."""
+        return {
+            f"{self.prefix}.{layer}.{name}": tensor.detach()
+            for layer, module in enumerate(self.modules)
+            for name, tensor in module.state_dict().items()
+        }
 
 
 def name_of(model: ModelFacts, needed: str) -> str:

@@ -78,10 +78,23 @@ class StreamingHeadsPress(BasePress):
             return read_head_table(self.table)
         if model is None or self.measures or not self.head_compression_ratio:
             return None
-        path = Path(model.source) / self.beside
-        if not (model.source and path.is_file()):
-            raise ValueError(f"{type(self).__name__} needs to know which heads of {model.name} stream: {self.remedy}")
-        return read_head_table(str(path))
+        try:
+            return self.published(model)
+        except OSError as error:
+            reason = "" if isinstance(error, FileNotFoundError) else f" ({error})"
+            raise ValueError(
+                f"{type(self).__name__} needs to know which heads of {model.name} stream{reason}: {self.remedy}"
+            ) from error
+
+    def published(self, model: ModelFacts) -> HeadTable:
+        """Return the table in the folder of a model.
+
+        Raises:
+            FileNotFoundError: the folder has none.
+        """
+        if not model.source:
+            raise FileNotFoundError(f"this {model.name} was not loaded from a folder")
+        return read_head_table(str(Path(model.source) / self.beside))
 
     def window(self, table: HeadTable | None) -> tuple[int, int]:
         """Return the numbers of sinks and recent tokens that a streaming head keeps."""

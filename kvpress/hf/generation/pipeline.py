@@ -89,7 +89,8 @@ class KVPressTextGenerationPipeline(Pipeline):
             max_context_length: tokens of a context at most; the rest of it is cut off.
             enable_thinking: argument of the chat template.
             cache: cache that the compressed context is stored in; pass it again with a further context or None. Or the path
-                of a file from `kvpress.save`.
+                of a file from `kvpress.save`. With one question and a press that gives generated tokens a budget, such as
+                `decoding(knorm)`, it also stores the question and the answer.
             system: system prompt.
             tools: tools of the chat template.
             prefix_store: store of compressed contexts. Contexts in it are not read again; new ones are added.
@@ -110,6 +111,7 @@ class KVPressTextGenerationPipeline(Pipeline):
         streamers = _streamers(generate.pop("streamer", None), len(contexts), max(map(len, all_questions)))
         if prefix_store is not None and cache is not None:
             raise ValueError("give either cache or prefix_store: contexts of a store begin with an empty cache")
+        is_passed = isinstance(cache, Cache)
         cache = self._cache(cache)
         if context is None and _rows(cache) != 1:
             raise ValueError(
@@ -130,6 +132,8 @@ class KVPressTextGenerationPipeline(Pipeline):
             generate["streamer"] = streamers
         if prefix_store is not None:
             generate["prefix_store"] = prefix_store
+        if is_passed and len(inputs["questions"]) == 1 and _bounds_answers(press):
+            generate["in_place"] = True
         answers = self._forward(inputs, press, cache, max_new_tokens=max_new_tokens, **generate)
         results = self.postprocess(answers, many=many, rows=[question["rows"] for question in inputs["questions"]])
         return results[0] if single else results
@@ -259,9 +263,13 @@ class KVPressTextGenerationPipeline(Pipeline):
         press: BasePress | None = None,
         cache: Cache | None = None,
         prefix_store: PrefixStore | None = None,
+        in_place: bool = False,
         **generate: Any,
     ) -> list[Tensor]:
-        """Read the contexts under the press, then return a `[b, new]` tensor of answers for each round of questions."""
+        """Read the contexts under the press, then return a `[b, new]` tensor of answers for each round of questions.
+
+        With `in_place`, the cache itself stores the answers of the only round, unless there are several for each question.
+        """
         ids, mask = inputs["ids"], inputs["mask"]
         cache = new_cache(self.model) if cache is None else cache
         before = cache.get_seq_length()
@@ -273,7 +281,8 @@ class KVPressTextGenerationPipeline(Pipeline):
         branches = copies_of(self.model, generate.get("generation_config"), greedy(generate))
         answers, streamers = [], generate.pop("streamer", None)
         for index, question in enumerate(inputs["questions"]):
-            rows, branch = question["rows"], copy.deepcopy(cache)
+            rows = question["rows"]
+            branch = cache if in_place and branches == 1 else copy.deepcopy(cache)
             if len(rows) < len(ids):
                 branch.batch_select_indices(torch.tensor(rows, device=ids.device))
             if branches > 1:
@@ -355,6 +364,11 @@ class KVPressTextGenerationPipeline(Pipeline):
 KVPressTextGenerationPipeline._registered_impl = {
     TASK: {"impl": KVPressTextGenerationPipeline, "pt": (AutoModelForCausalLM,)}
 }
+
+
+def _bounds_answers(press: BasePress | None) -> bool:
+    """Whether a press gives generated tokens a budget of their own, as `decoding(...)` does."""
+    return press is not None and any(step.schedule.target is not None for step in press.recipe().evictions)
 
 
 def _contexts(context_argument: Any) -> tuple[list[Context], bool]:
