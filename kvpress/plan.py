@@ -154,8 +154,8 @@ def _peaks(recipe: Recipe, model: Geometry, context: int, batch: int) -> tuple[i
             streams = [(layer.kv_heads, _read(recipe, model, layer, context)) for layer in model.growing]
             compressed = batch * sum(heads * stream.bytes for heads, stream in streams)
         again = max(0 if step.prepare is None else step.prepare.tokens for step in acting)
-        peak = round(compressed + sum(sizes) * (tokens + min(tokens, again)) / context)
-        return peak, peak
+        total = round(compressed + sum(sizes) * (tokens + min(tokens, again)) / context)
+        return total, total
     # Layers are compressed in order, so the peak is one full layer beside compressed earlier layers.
     compressed = peak = 0.0
     for layer, size in zip(model.growing, sizes, strict=True):

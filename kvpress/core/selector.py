@@ -111,16 +111,15 @@ class Selector(ABC):
         segments, selection = call.store.segments, call.read
         if self.adds or selection is None or len(selection) != 1:
             return None
-        parts = [
-            segment.chosen_part(queries, call.logits, pairs.rows, pairs.counts)
-            for segment, pairs in zip(segments, selection[0], strict=True)
-        ]
-        found = [part for part in parts if part is not None]
-        if len(found) < len(parts):
-            return None
+        parts: list[Part] = []
+        for segment, pairs in zip(segments, selection[0], strict=True):
+            part = segment.chosen_part(queries, call.logits, pairs.rows, pairs.counts)
+            if part is None:
+                return None
+            parts.append(part)
         if fetched := fetched_bytes(segments, selection):
             call.store.fetched += fetched
-        return found
+        return parts
 
     def attend_to(self, call: LayerCall, queries: Tensor, selection: Selection) -> list[Partial]:
         """Attend from `queries [q * N, G, D]` to the selected pairs, or from `[N, M, D]` to all pairs if `selection` is None.
@@ -222,7 +221,7 @@ class Budget:
         counts = {self.of(count, unit) for count in _entry_counts(layouts)}
         first, last = self.forced(unit)
         limits = self.of_each(lengths, unit) if len(counts) > 1 else None
-        return {"k": max(counts), "first": first, "last": last, "most": limits}
+        return {"k": max(counts), "first": first, "last": last, "limits": limits}
 
 
 def _entry_counts(layouts: Sequence[Layout]) -> list[int]:

@@ -398,7 +398,7 @@ def _score(
 
 
 def top_rows(
-    scores: Tensor, where: Ranges, k: int, *, first: int = 0, last: int = 0, most: Tensor | None = None
+    scores: Tensor, where: Ranges, k: int, *, first: int = 0, last: int = 0, limits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """List the k rows of each stream with the largest scores, in ascending order.
 
@@ -408,22 +408,22 @@ def top_rows(
         k: rows to choose of each stream, at least 1.
         first: rows at the start of a stream that are always chosen.
         last: rows at the end of a stream that are always chosen; k includes first and last.
-        most: rows to choose of each stream where streams differ, int64 [N], from first + last to k.
+        limits: rows to choose of each stream where streams differ, int64 [N], from first + last to k.
 
     Returns:
         Row numbers ``starts[n] + i``, int32 [N, min(k, capacity)], 0 past the chosen ones, and the number of chosen rows of
         each stream, int64 [N].
     """
-    selection.check(scores, where, k, first, last, most)
+    selection.check(scores, where, k, first, last, limits)
     if launch.available(scores):
         count("top_rows")
-        return selection_cpu.choose(scores, where, k, first, last, most)
+        return selection_cpu.choose(scores, where, k, first, last, limits)
     if device.available(scores):
         from kvpress.kernels.selection import triton as selection_triton
 
         count("top_rows")
-        return selection_triton.choose(scores, where, k, first, last, most)
-    return selection_reference.choose(scores, where, k, first, last, most)
+        return selection_triton.choose(scores, where, k, first, last, limits)
+    return selection_reference.choose(scores, where, k, first, last, limits)
 
 
 def label_rows(
@@ -436,7 +436,7 @@ def label_rows(
     capacity: int | None = None,
     first: int = 0,
     last: int = 0,
-    most: Tensor | None = None,
+    limits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """List the k rows of each stream with the largest label scores: `top_rows` of `label_scores`, with their arguments.
 
@@ -448,13 +448,13 @@ def label_rows(
     """
     if launch.available(labels.storage) and len(q) >= torch.get_num_threads():
         scoring.check_labels(q, labels, where, reduce)
-        selection.check_numbers(q, k, first, last, most)
+        selection.check_numbers(q, k, first, last, limits)
         capacity = scoring.capacity_of(where, capacity)
         scoring.check_capacity(where, capacity)
         count("label_rows")
-        return selection_cpu.choose_by_labels(q, labels, where, k, reduce, capacity, first, last, most)
+        return selection_cpu.choose_by_labels(q, labels, where, k, reduce, capacity, first, last, limits)
     scores = label_scores(q, labels, where, reduce=reduce, capacity=capacity)
-    return top_rows(scores, where, k, first=first, last=last, most=most)
+    return top_rows(scores, where, k, first=first, last=last, limits=limits)
 
 
 def rows_of_blocks(chosen: Listed, blocks: Ranges, pairs: Ranges, size: int, *, longest: int) -> tuple[Tensor, Tensor]:
@@ -492,7 +492,7 @@ def page_rows(
     longest: int,
     first: int = 0,
     last: int = 0,
-    most: Tensor | None = None,
+    limits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """List the rows of the k pages of each stream with the largest bounds: `rows_of_blocks` of `top_rows` of `page_bounds`.
 
@@ -510,23 +510,23 @@ def page_rows(
         longest: most rows of a stream.
         first: pages at the start of a stream that are always chosen.
         last: pages at the end of a stream that are always chosen; k includes first and last.
-        most: pages to choose of each stream where streams differ, int64 [N].
+        limits: pages to choose of each stream where streams differ, int64 [N].
 
     Returns:
         As `rows_of_blocks`.
     """
     if launch.available(high) and len(q) >= torch.get_num_threads():
         scoring.check_bounds(q, low, high, pages)
-        selection.check_numbers(q, k, first, last, most)
+        selection.check_numbers(q, k, first, last, limits)
         selection.check_sizes(len(q), pages, pairs, size, longest)
         capacity = scoring.capacity_of(pages, capacity)
         scoring.check_capacity(pages, capacity)
         count("page_rows")
         return selection_cpu.choose_by_bounds(
-            q, Dense(low), Dense(high), pages, pairs, size, k, capacity, longest, first, last, most
+            q, Dense(low), Dense(high), pages, pairs, size, k, capacity, longest, first, last, limits
         )
     bounds = page_bounds(q, low, high, pages, capacity=capacity)
-    rows, counts = top_rows(bounds, pages, k, first=first, last=last, most=most)
+    rows, counts = top_rows(bounds, pages, k, first=first, last=last, limits=limits)
     return rows_of_blocks(Listed(rows, counts), pages, pairs, size, longest=longest)
 
 

@@ -114,7 +114,7 @@ class Forward:
     """Ids that a model with images embedded itself and passed to its decoder as embeddings."""
     cells: Cells | None = None
     """Layout of the images and videos among `given`."""
-    handed: Any = None
+    kept_tokens: Any = None
     """Tokens that layers receive (`kvpress.hf.session.token_dropping`); None for all."""
     weights: bool = False
     """Whether layers return attention weights."""

@@ -4,7 +4,7 @@
 Scores have the layout that `kvpress.kernels.label_scores` returns, and the result that of `Listed`. Among equal scores, lower
 rows are chosen first; -0.0 equals 0.0, and NaN is less than any number. All rows of a stream with at most k rows are listed.
 
-Every back end has a function ``choose(scores, where, k, first, last, most)``.
+Every back end has a function ``choose(scores, where, k, first, last, limits)``.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ MOST_ROWS = 2**31 - 1
 """Largest row number, a 32-bit integer."""
 
 
-def check(scores: Tensor, where: Ranges, k: int, first: int, last: int, most: Tensor | None) -> None:
+def check(scores: Tensor, where: Ranges, k: int, first: int, last: int, limits: Tensor | None) -> None:
     """Refuse scores, streams and numbers of rows that do not match."""
     checks.shape("scores", scores, ("N", "capacity"), torch.float32)
     checks.rows_layout("scores", scores)
     where.check(scores)
-    check_numbers(scores, k, first, last, most)
+    check_numbers(scores, k, first, last, limits)
 
 
-def check_numbers(by_stream: Tensor, k: int, first: int, last: int, most: Tensor | None) -> None:
+def check_numbers(by_stream: Tensor, k: int, first: int, last: int, limits: Tensor | None) -> None:
     """Refuse numbers of rows to choose that contradict each other, or do not fit `by_stream`, with an entry per stream."""
-    if most is not None:
-        checks.shape("most", most, (len(by_stream),), torch.int64)
-        checks.same_device(by_stream, most)
+    if limits is not None:
+        checks.shape("limits", limits, (len(by_stream),), torch.int64)
+        checks.same_device(by_stream, limits)
     if k < 1:
         raise ValueError(f"k must be at least 1, got {k}")
     if first < 0 or last < 0 or first + last > k:
         raise ValueError(f"first and last must not be negative, and at most {k} together, got {first} and {last}")
 
 
-def refusal(stream: int, capacity: int, most: Tensor | None) -> ValueError:
+def refusal(stream: int, capacity: int, limits: Tensor | None) -> ValueError:
     """Return the error for a stream whose rows, or number of rows to choose, are out of range."""
-    choice = "" if most is None else ", and choose from first + last to k of them"
+    choice = "" if limits is None else ", and choose from first + last to k of them"
     return ValueError(f"stream {stream} must have 0 to {capacity} rows, with numbers from 0 to {MOST_ROWS}{choice}")
 
 

@@ -23,14 +23,14 @@ def choose(
     k: int,
     first: int = 0,
     last: int = 0,
-    most: Tensor | None = None,
+    limits: Tensor | None = None,
     level: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run the kernel on checked arguments; arguments and results as in `kvpress.kernels.top_rows`."""
     chosen = _Chosen(scores.shape, k)
-    stream = launch.run("select.cpp", "kvpress_select", *chosen.fields(scores, where, first, last, most), level=level)
+    stream = launch.run("select.cpp", "kvpress_select", *chosen.fields(scores, where, first, last, limits), level=level)
     if stream >= 0:
-        raise refusal(stream, chosen.capacity, most)
+        raise refusal(stream, chosen.capacity, limits)
     return chosen.rows, chosen.counts
 
 
@@ -43,17 +43,17 @@ def choose_by_labels(
     capacity: int,
     first: int = 0,
     last: int = 0,
-    most: Tensor | None = None,
+    limits: Tensor | None = None,
     level: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run the kernel that stores no scores on checked arguments; arguments and results as in `kvpress.kernels.label_rows`."""
     chosen = _Chosen((len(q), capacity), k)
     scored = scores_cpu.fields(q, None, labels, where, reduce, capacity, None)
     stream = launch.run(
-        "scores.cpp", "kvpress_label_rows", *scored, *chosen.fields(None, where, first, last, most), level=level
+        "scores.cpp", "kvpress_label_rows", *scored, *chosen.fields(None, where, first, last, limits), level=level
     )
     if stream >= len(q):
-        raise refusal(stream - len(q), capacity, most)
+        raise refusal(stream - len(q), capacity, limits)
     if stream >= 0:
         raise scores_cpu.refusal(stream, labels)
     return chosen.rows, chosen.counts
@@ -71,7 +71,7 @@ def choose_by_bounds(
     longest: int,
     first: int = 0,
     last: int = 0,
-    most: Tensor | None = None,
+    limits: Tensor | None = None,
     level: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run the kernel that stores no bounds on checked arguments; arguments and results as in `kvpress.kernels.page_rows`."""
@@ -81,10 +81,15 @@ def choose_by_bounds(
     scored = scores_cpu.fields(q, low, high, pages, "max", capacity, None)
     listed = pairs.starts.contiguous(), pairs.lengths.contiguous(), rows, counts, size, rows.shape[1]
     stream = launch.run(
-        "scores.cpp", "kvpress_page_rows", *scored, *chosen.fields(None, pages, first, last, most), *listed, level=level
+        "scores.cpp",
+        "kvpress_page_rows",
+        *scored,
+        *chosen.fields(None, pages, first, last, limits),
+        *listed,
+        level=level,
     )
     if stream >= len(q):
-        raise refusal(stream - len(q), capacity, most)
+        raise refusal(stream - len(q), capacity, limits)
     if stream >= 0:
         raise scores_cpu.refusal(stream, high)
     return rows, counts
@@ -98,13 +103,13 @@ class _Chosen:
         self.rows = torch.empty(streams, min(k, self.capacity), dtype=torch.int32)
         self.counts = torch.empty(streams, dtype=torch.int64)
 
-    def fields(self, scores: Tensor | None, where: Ranges, first: int, last: int, most: Tensor | None) -> list[Field]:
+    def fields(self, scores: Tensor | None, where: Ranges, first: int, last: int, limits: Tensor | None) -> list[Field]:
         """Return the fields of ``Select`` in select.h."""
         return [
             scores,
             where.starts.contiguous(),
             where.lengths.contiguous(),
-            None if most is None else most.contiguous(),
+            None if limits is None else limits.contiguous(),
             self.rows,
             self.counts,
             len(self.rows),

@@ -11,11 +11,11 @@ from kvpress.kernels.selection.contract import MOST_ROWS, refusal
 
 
 def choose(
-    scores: Tensor, where: Ranges, k: int, first: int = 0, last: int = 0, most: Tensor | None = None
+    scores: Tensor, where: Ranges, k: int, first: int = 0, last: int = 0, limits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return row numbers int32 [N, min(k, capacity)] and counts int64 [N]; arguments as in `kvpress.kernels.top_rows`."""
     if scores.device.type == "cpu":  # the check would wait for a GPU
-        _check_streams(scores.shape[1], where, k, first + last, most)
+        _check_streams(scores.shape[1], where, k, first + last, limits)
     capacity = scores.shape[1]
     rank, end = torch.arange(capacity, device=scores.device), where.lengths[:, None]
     bits = (scores + 0.0).view(torch.int32)  # adding 0.0 turns -0.0 into 0.0
@@ -24,23 +24,23 @@ def choose(
     unique = order.long() * 2**32 + rank.flip(0)
     unique = unique.masked_fill((rank < first) | (rank >= end - last), torch.iinfo(torch.int64).max)
     unique = unique.masked_fill(rank >= end, torch.iinfo(torch.int64).min)
-    chosen = unique.topk(min(k, capacity), dim=1, sorted=most is not None).indices
+    chosen = unique.topk(min(k, capacity), dim=1, sorted=limits is not None).indices
     counts = where.lengths.clamp(max=chosen.shape[1])
-    if most is not None:
-        counts = torch.minimum(counts, most)
+    if limits is not None:
+        counts = torch.minimum(counts, limits)
         chosen = chosen.masked_fill(rank[: chosen.shape[1]] >= counts[:, None], capacity)
     chosen = chosen.masked_fill(chosen >= end, capacity).sort(dim=1).values
     rows = (where.starts[:, None] + chosen).masked_fill(chosen >= end, 0)
     return rows.int(), counts
 
 
-def _check_streams(capacity: int, where: Ranges, k: int, forced: int, most: Tensor | None) -> None:
+def _check_streams(capacity: int, where: Ranges, k: int, forced: int, limits: Tensor | None) -> None:
     starts, lengths = where.starts, where.lengths
     bad = (starts < 0) | (lengths < 0) | (lengths > capacity) | (starts + lengths > MOST_ROWS)
-    if most is not None:
-        bad |= (most < lengths.clamp(max=forced)) | (torch.minimum(most, lengths) > k)
+    if limits is not None:
+        bad |= (limits < lengths.clamp(max=forced)) | (torch.minimum(limits, lengths) > k)
     if bad.any():
-        raise refusal(int(bad.int().argmax()), capacity, most)
+        raise refusal(int(bad.int().argmax()), capacity, limits)
 
 
 def of_blocks(

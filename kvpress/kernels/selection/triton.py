@@ -100,7 +100,7 @@ def _kernel(
 
 @on_device
 def choose(
-    scores: Tensor, where: Ranges, k: int, first: int = 0, last: int = 0, most: Tensor | None = None
+    scores: Tensor, where: Ranges, k: int, first: int = 0, last: int = 0, limits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Run the kernel on checked arguments; arguments and results as in `kvpress.kernels.top_rows`."""
     streams, capacity = scores.shape
@@ -111,7 +111,7 @@ def choose(
             scores,
             where.starts.contiguous(),
             where.lengths.contiguous(),
-            None if most is None else most.contiguous(),
+            None if limits is None else limits.contiguous(),
             rows,
             counts,
             scores.stride(0),
@@ -153,9 +153,9 @@ def of_blocks(
     chosen: Tensor, chosen_counts: Tensor, blocks: Ranges, pairs: Ranges, size: int, longest: int
 ) -> tuple[Tensor, Tensor]:
     """Run the kernel on checked arguments; arguments and results as in `kvpress.kernels.rows_of_blocks`."""
-    streams, most = chosen.shape
+    streams, width = chosen.shape
     device = chosen.device
-    rows = torch.empty(streams, min(most * size, longest), dtype=torch.int32, device=device)
+    rows = torch.empty(streams, min(width * size, longest), dtype=torch.int32, device=device)
     counts = torch.empty(streams, dtype=torch.int64, device=device)
     if rows.numel():
         _blocks_kernel[(-(-rows.shape[1] // COLUMNS), streams)](
@@ -166,7 +166,7 @@ def of_blocks(
             pairs.lengths.contiguous(),
             rows,
             counts,
-            most,
+            width,
             rows.shape[1],
             size,
             COLUMNS,

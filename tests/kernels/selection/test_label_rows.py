@@ -73,9 +73,9 @@ def test_without_kernels_the_same_rows_are_chosen(monkeypatch: pytest.MonkeyPatc
 BAD = {
     "k must be at least 1, got 0": {"k": 0},
     "at most 4 together, got 3 and 2": {"first": 3, "last": 2},
-    "most must be int64 \\[2\\]": {"most": torch.tensor([3])},
+    "limits must be int64 \\[2\\]": {"limits": torch.tensor([3])},
     "reduce must be one of": {"reduce": "mean"},
-    "stream 1 .* choose from first \\+ last to k": {"most": torch.tensor([4, 5])},
+    "stream 1 .* choose from first \\+ last to k": {"limits": torch.tensor([4, 5])},
     "stream 1 .* the 20 stored rows": {"starts": torch.tensor([0, 12])},
     "streams must have at most 8 entries, their capacity, got 9": {"capacity": 8},
     "q must": {"q": torch.zeros(2, 0, WIDTH)},

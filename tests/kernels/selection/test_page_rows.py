@@ -46,12 +46,12 @@ def test_every_level_lists_the_rows_of_the_best_pages(level: str, dtype: torch.d
     capacity, longest = -(-max(LENGTHS) // SIZE), max(LENGTHS)
     low, high = Dense(p["low"]), Dense(p["high"])
     bounds = scores_cpu.score(p["q"], low, high, p["pages"], "max", capacity, level)
-    limits = torch.tensor([min(5 + n, 12) for n in range(len(LENGTHS))])
-    for k, first, last, most in ((12, 0, 0, None), (12, 2, 3, None), (12, 2, 3, limits), (900, 0, 0, None)):
+    by_stream = torch.tensor([min(5 + n, 12) for n in range(len(LENGTHS))])
+    for k, first, last, limits in ((12, 0, 0, None), (12, 2, 3, None), (12, 2, 3, by_stream), (900, 0, 0, None)):
         rows, counts = cpu.choose_by_bounds(
-            p["q"], low, high, p["pages"], p["pairs"], SIZE, k, capacity, longest, first, last, most, level
+            p["q"], low, high, p["pages"], p["pairs"], SIZE, k, capacity, longest, first, last, limits, level
         )
-        chosen = Listed(*cpu.choose(bounds, p["pages"], k, first, last, most, level))
+        chosen = Listed(*cpu.choose(bounds, p["pages"], k, first, last, limits, level))
         expected = rows_of_blocks(chosen, p["pages"], p["pairs"], SIZE, longest=longest)
         assert torch.equal(rows, expected[0])
         assert torch.equal(counts, expected[1])
@@ -88,8 +88,8 @@ def test_without_kernels_the_same_rows_are_listed(monkeypatch: pytest.MonkeyPatc
 BAD: dict[str, dict[str, Any]] = {
     "k must be at least 1, got 0": {"k": 0},
     "at most 4 together, got 3 and 2": {"first": 3, "last": 2},
-    "most must be int64 \\[2\\]": {"most": torch.tensor([3])},
-    "stream 1 .* choose from first \\+ last to k": {"first": 3, "most": torch.tensor([4, 2])},
+    "limits must be int64 \\[2\\]": {"limits": torch.tensor([3])},
+    "stream 1 .* choose from first \\+ last to k": {"first": 3, "limits": torch.tensor([4, 2])},
     "stream 1 .* the 5 stored rows": {"pages": Ranges(torch.tensor([0, 2]), torch.tensor([3, 4]))},
     "streams must have at most 2 entries, their capacity, got 3": {"capacity": 2},
     "size must be at least 1 .* got 0": {"size": 0},

@@ -170,9 +170,9 @@ BAD = {
     "stream 0 must have 0 to 9 rows": {"lengths": torch.tensor([-1, 0])},
     "with numbers from 0 to 2147483647": {"starts": torch.tensor([0, 2**31 - 1]), "lengths": torch.tensor([0, 1])},
     "stream 0 must have .* with numbers from 0": {"starts": torch.tensor([-1, 0])},
-    "most must be int64 \\[2\\]": {"most": torch.tensor([3])},
-    "stream 1 .* choose from first \\+ last to k": {"most": torch.tensor([4, 5])},
-    "stream 0 .* choose from first": {"most": torch.tensor([1, 4]), "first": 2},
+    "limits must be int64 \\[2\\]": {"limits": torch.tensor([3])},
+    "stream 1 .* choose from first \\+ last to k": {"limits": torch.tensor([4, 5])},
+    "stream 0 .* choose from first": {"limits": torch.tensor([1, 4]), "first": 2},
 }
 
 
