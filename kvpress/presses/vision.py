@@ -15,9 +15,7 @@ from kvpress.observe.spans import Pictures, PositionRanges, SpanRule
 from kvpress.presses.protect import ranges_in
 
 DROPS = (
-    Exemption(
-        EVERY_SUITE, "later layers are kept_tokens fewer tokens; compared with a full reading that hides them there"
-    ),
+    Exemption(EVERY_SUITE, "later layers get fewer tokens; compared with a full reading that hides them there"),
     Exemption("fuzz", "random prompts hold no images; its own tests read batches, turns, beams and files"),
 )
 """Exemptions of presses that drop image tokens during prefill, each with the test that replaces the suite."""
