@@ -79,10 +79,17 @@ class Design:
             product[pairs] = shares.T.to(outputs.dtype) @ outputs
         return product
 
-    def solve(self, outputs: Tensor, ridge: float) -> Tensor:
+    def mean_diagonal(self) -> Tensor:
+        """Return the mean diagonal of the Gram matrix over pairs, float64."""
+        total = torch.zeros((), dtype=torch.float64, device=self.keys.device)
+        for _, shares in self.by_queries():
+            total += shares.square().sum()
+        return total / max(1, len(self.keys))
+
+    def solve(self, outputs: Tensor, ridge: float, unit: Tensor | None = None) -> Tensor:
         """Return x `[t, C]` that minimises |design x - outputs|^2 + lambda |x|^2, in the dtype of `outputs [M, C]`.
 
-        lambda is `max(ridge, FLOOR)` times the mean diagonal of the Gram matrix over pairs.
+        lambda is `max(ridge, FLOOR)` times `unit`, by default the mean diagonal of the Gram matrix over pairs.
         """
         queries, pairs = self.shape
         dtype, few = outputs.dtype, pairs <= queries
@@ -96,7 +103,8 @@ class Design:
             gram += shares.T @ shares if few else shares @ shares.T
             if few:
                 right += shares.T @ outputs[index]
-        gram.diagonal().add_((max(ridge, FLOOR) * diagonal / max(1, pairs)).clamp_min(1e-30).to(dtype))
+        unit = diagonal / max(1, pairs) if unit is None else unit
+        gram.diagonal().add_((max(ridge, FLOOR) * unit).clamp_min(1e-30).to(dtype))
         solved = torch.cholesky_solve(right, torch.linalg.cholesky(gram))
         return solved if few else self.back(solved)
 

@@ -125,7 +125,8 @@ def fitted_weights(call: LayerCall, settings: Weights, target: Target, keys: Ten
     low, high = (torch.tensor(edge, dtype=ones.dtype).exp().to(keys.device) for edge in (-settings.down, settings.up))
     factor = ones[len(keys) - count :]
     goal = 1 - kept.apply(ones) + design.apply(factor)
-    factor = (factor + design.solve(goal - design.apply(factor), settings.ridge)).clamp(low, high)
+    unit = None if count == len(keys) else kept.mean_diagonal()
+    factor = (factor + design.solve(goal - design.apply(factor), settings.ridge, unit)).clamp(low, high)
     step = 1 / max(design.norm(), 1e-30) ** 2 if settings.steps else 0.0
     for _ in range(settings.steps):
         factor = (factor - step * design.back(design.apply(factor) - goal)).clamp(low, high)
@@ -142,9 +143,11 @@ def fitted_values(call: LayerCall, ridge: float, target: Target, keys: Tensor, s
     out, lse = attend(target.queries[None], keys[None], values[None], call.logits, log_weight=log_weight)
     residual = target.out - _scaled_by_sinks(out[0], lse[0], target.sinks)
     total_lse = lse[0] if target.sinks is None else torch.logaddexp(lse[0], target.sinks)
+    kept = Design(target.queries, keys, call.logits, total_lse, weight)
     newest = slice(len(keys) - _count_of_turn(call, stream), None)
-    design = Design(target.queries, keys, call.logits, total_lse, weight).part(newest)
-    return values[newest] + design.solve(residual if ridge else residual.double(), ridge).float()
+    # Pairs of a turn that get little attention must not make up for the errors of all earlier pairs.
+    unit = None if newest.start == 0 else kept.mean_diagonal()
+    return values[newest] + kept.part(newest).solve(residual if ridge else residual.double(), ridge, unit).float()
 
 
 def _count_of_turn(call: LayerCall, stream: int) -> int:

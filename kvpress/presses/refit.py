@@ -68,8 +68,8 @@ class RefitPress(WrapperPress):
     questions get wrong answers. `weights` first solves for logit weights in the same way, stored in 16 bits per pair and
     changed by at most 3, so that the kept pairs get the attention mass of all pairs.
 
-    In a later turn, pairs of earlier turns keep their values and weights, only the kept new pairs are solved for, and the
-    queries are those of the turn.
+    In a later turn, pairs of earlier turns keep their values and weights, only the kept new pairs are solved for, the queries
+    are those of the turn, and g is the mean over all kept pairs.
 
     Paper: Zweiger et al., Attention Matching, 2026, arXiv:2602.16284, solves for values; follows the authors' code, and
     their `quantized_compaction` for keys that a codec decodes.

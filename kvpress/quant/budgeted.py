@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from kvpress.core.registry import Exemption, Refusal, register
 from kvpress.core.scoring import Scored
 from kvpress.presses.adakv import Competition
 from kvpress.presses.cake import share_out
+from kvpress.presses.compactor import CompactorPress
 from kvpress.presses.criticalkv import has_output
 from kvpress.presses.kvzip import KVzipPress
 from kvpress.presses.refit import LEAST_RIDGE, RefitPress
@@ -154,7 +155,7 @@ class BudgetedPress(OfSize):
     "frontier",
     "budget",
     example="frontier:smaller=20",
-    cases=("frontier:bytes=12KB", "frontier:smaller=10,chunk=64"),
+    cases=("frontier:bytes=12KB", "frontier:smaller=10,chunk=64", "frontier:smaller=10,passes=1"),
     exempt=ENCODES,
     status="recommended",
 )
@@ -169,6 +170,9 @@ class FrontierPress(OfSize):
     twice as long to read, and is uncompressed in memory until then. Where the model has no output projections that
     can be read, the attention itself is the score.
 
+    `passes=1` does not read the prompt a second time: `CompactorPress` scores the pairs, layers share them by their errors as
+    in `BudgetedPress`, and values and log-weights are solved for with 512 queries of the prompt itself. It loses more.
+
     With `chunk`, the prompt is compressed while it is read, and the peak is that of the compressed cache and of `chunk` tokens:
     each chunk is a turn of its own, whose pairs are read again, chosen and encoded before the next chunk is read. Later chunks
     attend to the compressed ones. With `bytes`, all chunks then have 4 bits.
@@ -180,10 +184,13 @@ class FrontierPress(OfSize):
     smaller: Smaller | None = None
     bytes: str | int | None = None
     chunk: Annotated[int, Range(FEWEST, whole=True)] | None = None
+    passes: Literal[1, 2] = 2
     has_outputs: bool = field(init=False, default=True, repr=False, compare=False)
 
     @property
     def inner(self) -> BasePress:
+        if self.passes == 1:
+            return RefitPress(CompactorPress(), queries="prefill", ridge=LEAST_RIDGE, tokens=QUERIES_READ, weights=True)
         repetition = KVzipPress(repeat_prompt="", chunk_size=CHUNK, kvzip_plus_normalization=self.has_outputs)
         return RefitPress(repetition, queries="repeat", ridge=LEAST_RIDGE, tokens=QUERIES_READ, weights=True)
 

@@ -156,6 +156,8 @@ OF_METHOD: dict[tuple[str, str], tuple[Any, ...]] = {
     ("tidal_decode", "budget"): (12, 0.25),
     ("duo_attention", "table"): (None,),
     ("nestedkv", "tau"): (0.6, 0.2),
+    ("frontier", "chunk"): (None, 16, 40),
+    ("frontier", "passes"): (2, 1),
     ("kvzap", "model_type"): ("linear",),
     ("kvzap", "weights"): ("{networks}",),
     ("headkv", "beta"): (1.2, 4.0),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from transformers import DynamicCache
 
 import kvpress
+from kvpress.hf.session.session import Session
 from kvpress.plan import Geometry, plan
 from kvpress.quant.widths import widths_held
 from tests.models import padded_batch, position_ids, tiny_model, tokens
@@ -56,13 +58,26 @@ def test_chunks_are_turns() -> None:
     assert positions(read(model, "frontier:smaller=10,chunk=64", ids)) == positions(cache)
 
 
-@pytest.mark.parametrize("size", [7, 50, 64])
-def test_passes_of_a_prompt_do_not_matter(size: int) -> None:
-    """Compare pairs in 8 bits: in 4 bits, rounding errors of attention change codes, and codes change later scores."""
-    model, ids, spec = tiny_model("llama"), tokens(1, 360), "frontier:smaller=3.7,chunk=64"
-    expected = positions(read(model, spec, ids))
-    assert sum(len(head) for layer in expected for head in layer[0]) < 6 * 350
-    assert positions(read(model, spec, ids, prefill_chunk_size=size)) == expected
+@pytest.mark.parametrize("size", [None, 7, 50, 64])
+def test_turns_do_not_depend_on_the_passes_of_a_prompt(size: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare the ends of turns: rounding errors of attention change codes of 4 bits, and these later scores."""
+    model, turns, finish = tiny_model("llama"), [], Session.finish
+
+    def watching(session: Session, cache: Any, calls: list[Any], *args: Any) -> None:
+        tokens, seen = calls[0].tokens, calls[0].store.seen
+        if seen >= tokens.prompt_end:
+            turns.append((tokens.prompt_start, seen, calls[0].phase))
+        finish(session, cache, calls, *args)
+
+    monkeypatch.setattr(Session, "finish", watching)
+    pieces = {} if size is None else {"prefill_chunk_size": size}
+    cache = read(model, "frontier:smaller=10,chunk=64", tokens(1, 360), **pieces)
+    edges = [0, *range(40, 361, 64)]
+    assert turns == [(*edge, "prefill") for edge in itertools.pairwise(edges)]
+    kept = sum(len(head) for layer in positions(cache) for head in layer[0])
+    assert kept == sum(
+        len(head) for layer in positions(read(model, "frontier:smaller=10", tokens(1, 360))) for head in layer[0]
+    )
 
 
 def test_a_prompt_of_one_chunk_is_read_at_once() -> None:
@@ -103,6 +118,30 @@ def test_later_turns_follow() -> None:
     after = kvpress.memory_report(cache)
     assert cache.get_seq_length() == 551
     assert before.total_bytes < after.total_bytes < 2.2 * before.total_bytes
+
+
+@pytest.mark.parametrize("spec", ["frontier:smaller=6,chunk=64", "frontier:smaller=6,passes=1,chunk=64"])
+def test_generated_tokens_are_no_turns(spec: str) -> None:
+    model, ids = tiny_model("llama"), tokens(1, 300)
+    with kvpress.get_press(spec)(model) as session:
+        model.generate(ids, max_new_tokens=10, do_sample=False)
+    for layer in session.cache.layers:
+        assert layer.store.window.length == 9
+        assert all(max(part.slots()) < 300 for part in layer.store.sealed)
+
+
+@pytest.mark.parametrize("chunk", [None, 64])
+def test_one_pass_is_a_fit_to_the_queries_of_the_prompt(chunk: int | None) -> None:
+    model, ids = tiny_model("llama"), tokens(1, 360)
+    composed = "budgeted(refit(compactor):queries=prefill,ridge=1.0,tokens=512,weights=true):smaller=10"
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad(), kvpress.get_press(composed)(model):
+        for part in (ids,) if chunk is None else (ids[:, :40], *ids[:, 40:].split(chunk, dim=1)):
+            model(part, past_key_values=cache)
+    spec = "frontier:smaller=10,passes=1" + ("" if chunk is None else f",chunk={chunk}")
+    ours = read(model, spec, ids)
+    assert positions(ours) == positions(cache)
+    assert kvpress.memory_report(ours).total_bytes == kvpress.memory_report(cache).total_bytes
 
 
 def test_facts_of_early_chunks_are_recalled(reference: Any) -> None:

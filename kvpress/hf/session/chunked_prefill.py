@@ -60,7 +60,7 @@ class ChunkedForward:
         cuts = [cut - seen for cut in range(first, min(until, end), self.chunk) if cut > seen]
         if seen < until < end:
             cuts.append(until - seen)  # draft tokens follow
-        if not cuts and not (self.as_turns and seen < until):
+        if not cuts and not (self.as_turns and seen < before):
             return self.forward(**arguments)
         self._check(arguments, tokens, before)
         outer, here.request, request.prompt_end = here.request, request, until
