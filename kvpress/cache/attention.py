@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvpress import kernels
-from kvpress.core.matmul import multiply
+from kvpress.cache.matmul import multiply
 
 BLOCK_BYTES = 64 * 2**20
 """Maximum bytes of float32 logits in memory at once."""

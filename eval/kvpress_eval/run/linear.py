@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kvpress.core.matmul import has_bfloat16
+from kvpress.cache.matmul import has_bfloat16
 
 ROWS = 8
 """Fewest rows that are multiplied in float32: the weights are converted at every call."""

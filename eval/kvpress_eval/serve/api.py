@@ -27,7 +27,7 @@ from kvpress_eval.serve.engine import BatchEngine
 from kvpress_eval.serve.kept_tokens import KeptTokens
 from kvpress_eval.serve.page import add_page
 from kvpress_eval.serve.prompts import Prompts, SplitPrompt, TextDocument
-from kvpress_eval.serve.records import Records
+from kvpress_eval.serve.records import RecordStore
 from kvpress_eval.serve.requests import ROUTE, FailedEvent, GenerationJob, RefusedError, SamplingSettings, TokenEvent
 from kvpress_eval.serve.schemas import ChatBody, CompletionBody, DocumentBody, GenerateBody
 from kvpress_eval.serve.text import TextStream
@@ -89,7 +89,7 @@ class _Routes:
     def __init__(self, engine: BatchEngine, tokenizer: Any, settings: ApiSettings) -> None:
         self.engine, self.tokenizer, self.settings = engine, tokenizer, settings
         store = engine.prefixes.store
-        records = Records(None if store is None else store.folder / "records")
+        records = RecordStore(None if store is None else store.folder / "records")
         self.prompts = Prompts(tokenizer, records)
         self.conversations = Conversations(self.prompts, records)
         self.started = int(time.time())

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvpress_eval.serve.prompts import MARK, Prompts, SplitPrompt, flat
-from kvpress_eval.serve.records import Records
+from kvpress_eval.serve.records import RecordStore
 from kvpress_eval.serve.requests import GenerationJob, RefusedError, lost_conversation
 from kvpress_eval.serve.schemas import ChatBody
 
@@ -25,7 +25,7 @@ class Conversations:
         records: stores what a later turn needs.
     """
 
-    def __init__(self, prompts: Prompts, records: Records) -> None:
+    def __init__(self, prompts: Prompts, records: RecordStore) -> None:
         self.prompts, self.records = prompts, records
 
     def add(self, job: GenerationJob, body: ChatBody, answer: dict[str, Any], has_end_token: bool) -> None:

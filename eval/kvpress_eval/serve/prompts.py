@@ -10,7 +10,7 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from kvpress_eval.serve.records import Records
+from kvpress_eval.serve.records import RecordStore
 from kvpress_eval.serve.requests import RefusedError
 from kvpress_eval.serve.schemas import ChatBody, CompletionBody, DocumentBody
 
@@ -68,7 +68,7 @@ class Prompts:
         records: stores documents.
     """
 
-    def __init__(self, tokenizer: Any, records: Records) -> None:
+    def __init__(self, tokenizer: Any, records: RecordStore) -> None:
         self.tokenizer, self.records = tokenizer, records
 
     @property

@@ -22,7 +22,7 @@ MOST_RECORDS = 4096
 logger = logging.getLogger("kvpress.serve")
 
 
-class Records:
+class RecordStore:
     """Plain data by identifier, in memory and in one JSON file per record.
 
     The folder is open to the user of the server alone, since documents are texts of clients. A damaged file counts as missing.

@@ -64,13 +64,13 @@ class ChunkedForward:
             return self.forward(**arguments)
         self._check(arguments, tokens, before)
         outer, here.request, request.prompt_end = here.request, request, until
-        begin = request.prompt_start
+        begin, request.last_chunk_end = request.prompt_start, until if self.as_turns else 0
         if not before:
             request.prompt_start = seen
         try:
             return self._read(arguments, [0, *cuts, tokens.shape[1]], seen, request)
         finally:
-            here.request, request.prompt_end = outer, before
+            here.request, request.prompt_end, request.last_chunk_end = outer, before, 0
             if self.as_turns and before:
                 request.prompt_start = begin
 

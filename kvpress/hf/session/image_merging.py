@@ -17,7 +17,7 @@ from kvpress.core.dropping import Entering
 from kvpress.hf.models import cache_among
 from kvpress.hf.session.base import BaseSession
 from kvpress.hf.session.requests import Forward
-from kvpress.hf.session.token_dropping import KeptTokens, everything
+from kvpress.hf.session.token_dropping import TokenSubset, everything
 from kvpress.observe.pictures import UNKNOWN
 from kvpress.observe.spans import Span, SpanRule, SpanTracker
 
@@ -51,10 +51,10 @@ def merge_prompt(session: BaseSession, forward: Forward, kwargs: dict[str, Any])
     stays = into == identity
     if bool(stays.all()):
         return kwargs
-    forward.kept_tokens = state.keep(stays & state.real)
+    forward.subset = state.keep(stays & state.real)
     rows, columns = (~stays).nonzero(as_tuple=True)
     merged = {**kwargs, "inputs_embeds": _with_means(states, rows, columns, into[rows, columns])}
-    return {**merged, **_deep(kwargs, rows, columns, into[rows, columns], forward.kept_tokens)}
+    return {**merged, **_deep(kwargs, rows, columns, into[rows, columns], forward.subset)}
 
 
 class _SpansIn:
@@ -97,17 +97,15 @@ def _with_means(states: Tensor, rows: Tensor, columns: Tensor, into: Tensor) -> 
     return flat.view_as(states)
 
 
-def _deep(
-    kwargs: dict[str, Any], rows: Tensor, columns: Tensor, into: Tensor, kept_tokens: KeptTokens
-) -> dict[str, Any]:
+def _deep(kwargs: dict[str, Any], rows: Tensor, columns: Tensor, into: Tensor, subset: TokenSubset) -> dict[str, Any]:
     """Merge the deepstack features that Qwen3-VL adds in its first layers, and return them with their token mask."""
     embeds, visual = kwargs.get("deepstack_visual_embeds"), kwargs.get("visual_pos_masks")
     if not embeds or visual is None:
         return {}
-    kept = kept_tokens.real & visual.to(kept_tokens.index.device).gather(1, kept_tokens.index)
+    kept = subset.real & visual.to(subset.index.device).gather(1, subset.index)
     batch_index, merged = torch.arange(len(kept), device=kept.device)[:, None].expand_as(kept)[kept], []
     for features in embeds:
         scattered = features.new_zeros(*visual.shape, features.shape[-1])
         scattered[visual] = features
-        merged.append(_with_means(scattered, rows, columns, into)[batch_index, kept_tokens.index[kept]])
+        merged.append(_with_means(scattered, rows, columns, into)[batch_index, subset.index[kept]])
     return {"visual_pos_masks": kept, "deepstack_visual_embeds": merged}

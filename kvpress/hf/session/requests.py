@@ -44,7 +44,9 @@ class Request:
     cache: Cache | None = None
     """First cache that the call uses; further ones, as for a negative prompt, are not compressed as prompts."""
     prompt_end: int = 0
-    """Length of a prompt that is read in chunks; else 0."""
+    """Length of a prompt that is read in chunks; else 0. Where each chunk is a turn, the end of the current one."""
+    last_chunk_end: int = 0
+    """Length of a prompt whose chunks are turns, while it is read; else 0."""
     prompt_start: int = 0
     """Tokens that the cache had seen before the call."""
     takes_back: bool = False
@@ -114,7 +116,7 @@ class Forward:
     """Ids that a model with images embedded itself and passed to its decoder as embeddings."""
     cells: Cells | None = None
     """Layout of the images and videos among `given`."""
-    kept_tokens: Any = None
+    subset: Any = None
     """Tokens that layers receive (`kvpress.hf.session.token_dropping`); None for all."""
     weights: bool = False
     """Whether layers return attention weights."""
@@ -160,6 +162,11 @@ class Forward:
     def prompt_end(self, cache: Cache) -> int:
         """Return the tokens that a cache will have seen after a prompt in chunks; 0 for other prompts."""
         return self.request.prompt_end if self.request is not None and self.request.is_of(cache) else 0
+
+    def prompt_length(self, cache: Cache) -> int:
+        """Return `prompt_end`, of the whole prompt where its chunks are turns."""
+        end = self.prompt_end(cache)
+        return max(end, self.request.last_chunk_end) if end and self.request is not None else end
 
     def copies(self, cache: Cache) -> int:
         """Return the number of consecutive rows with the same prompt."""

@@ -239,7 +239,7 @@ class Session(BaseSession):
                 "press, which needs its own; set it before the block is entered"
             )
         if forward.watch is None:
-            until = forward.prompt_end(cache_among((*kwargs.values(), *args))) if self.evict else None
+            until = forward.prompt_length(cache_among((*kwargs.values(), *args))) if self.evict else None
             has_ids = forward.ids_among(args, kwargs) is not None
             tokens = check_forward(self.recipe, args, kwargs, self.model.config, until, self.cached, has_ids)
             self.note_length(self.recipe, tokens, kwargs)

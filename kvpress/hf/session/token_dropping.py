@@ -30,7 +30,7 @@ from kvpress.observe.spans import SPANS, Span, SpanRule, spans_in
 
 
 @dataclass(eq=False)
-class KeptTokens:
+class TokenSubset:
     """Tokens of a prompt that layers still process."""
 
     length: int
@@ -48,14 +48,14 @@ class KeptTokens:
     gathered: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     """Arguments of layers and their gathered versions, by the id of the argument."""
 
-    def keep(self, kept: Tensor) -> KeptTokens:
+    def keep(self, kept: Tensor) -> TokenSubset:
         """Return the remaining tokens after all but `kept [B, m]` are dropped."""
         counts = kept.sum(dim=1)
         max_kept = int(counts.max())
         # A stable sort puts the kept tokens last, in order.
         order = kept.long().argsort(dim=1, stable=True)[:, self.index.shape[1] - max_kept :]
         real = torch.arange(max_kept, device=kept.device) >= max_kept - counts[:, None]
-        return KeptTokens(self.length, self.index.gather(1, order), real, self.mask, self.free, order)
+        return TokenSubset(self.length, self.index.gather(1, order), real, self.mask, self.free, order)
 
     def rows(self) -> list[Tensor]:
         """Return the columns of the remaining tokens of every row, ascending."""
@@ -98,15 +98,15 @@ def picked(value: Tensor, index: Tensor, axis: int) -> Tensor:
 def hand_on(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Replace the arguments of a decoder layer by those of the remaining tokens, as a forward pre-hook."""
     del layer
-    kept_tokens = None if here.forward is None else here.forward.kept_tokens
-    if kept_tokens is None:
+    subset = None if here.forward is None else here.forward.subset
+    if subset is None:
         return args, kwargs
     hidden, *positional = args if args else (kwargs["hidden_states"],)
-    if kept_tokens.since is not None:
-        hidden, kept_tokens.since = picked(hidden, kept_tokens.since, -2), None
-    kwargs = {name: value if name == "hidden_states" else kept_tokens.of(value) for name, value in kwargs.items()}
+    if subset.since is not None:
+        hidden, subset.since = picked(hidden, subset.since, -2), None
+    kwargs = {name: value if name == "hidden_states" else subset.of(value) for name, value in kwargs.items()}
     if args:
-        return (hidden, *map(kept_tokens.of, positional)), kwargs
+        return (hidden, *map(subset.of, positional)), kwargs
     return args, {**kwargs, "hidden_states": hidden}
 
 
@@ -182,16 +182,16 @@ def after_layer(session: BaseSession, forward: Forward, call: LayerCall) -> None
     dropping = session.recipe.dropping
     if dropping is None or call.tokens.seen_before or not session.evict or call.store is None:
         return
-    kept_tokens = forward.kept_tokens
+    subset = forward.subset
     if call.layer.index in dropping.layers:
-        forward.kept_tokens = _chosen(dropping, session.recipe, call, kept_tokens)
-    if kept_tokens is not None:
-        _put(call, kept_tokens)
+        forward.subset = _chosen(dropping, session.recipe, call, subset)
+    if subset is not None:
+        _put(call, subset)
 
 
-def _chosen(dropping: Dropping, recipe: Recipe, call: LayerCall, kept_tokens: KeptTokens | None) -> KeptTokens | None:
-    """Return the tokens for the layers after this one; `kept_tokens` itself if none is dropped."""
-    state = kept_tokens
+def _chosen(dropping: Dropping, recipe: Recipe, call: LayerCall, subset: TokenSubset | None) -> TokenSubset | None:
+    """Return the tokens for the layers after this one; `subset` itself if none is dropped."""
+    state = subset
     if state is None:
         warn_of_absent(dropping.rule, call)
         real = (
@@ -204,14 +204,14 @@ def _chosen(dropping: Dropping, recipe: Recipe, call: LayerCall, kept_tokens: Ke
         )
     free = state.free.gather(1, state.index) & state.real
     if not bool(free.any()):
-        return kept_tokens
+        return subset
     kept = (dropping.keep(Reached(call, free, state.real)) | ~free) & state.real
-    return kept_tokens if bool((kept == state.real).all()) else state.keep(kept)
+    return subset if bool((kept == state.real).all()) else state.keep(kept)
 
 
 def everything(
     rule: SpanRule, protected: Sequence[SpanRule], real: Tensor, find_spans: Callable[[SpanRule], list[list[Span]]]
-) -> KeptTokens:
+) -> TokenSubset:
     """Return the state in which no token of a prompt is dropped; `real [B, T]` marks tokens that are not padding.
 
     Free are the tokens in spans of `rule` that no rule of `protected` covers, except the newest token, whose output predicts
@@ -226,52 +226,52 @@ def everything(
                 free[row, columns[start:end]] = may_go
     free[:, -1] = False
     index = torch.arange(real.shape[1], device=device).expand(len(real), -1)
-    return KeptTokens(real.shape[1], index, real, None if bool(host.all()) else real, free.to(device))
+    return TokenSubset(real.shape[1], index, real, None if bool(host.all()) else real, free.to(device))
 
 
-def _put(call: LayerCall, kept_tokens: KeptTokens) -> None:
+def _put(call: LayerCall, subset: TokenSubset) -> None:
     """Store the pairs of the remaining tokens at their slots in the whole prompt."""
     store, window = call.store, call.store.window
     check_finite(window.filled_keys, window.filled_values, call.layer.index)
     rows = [row for row in range(store.batch) for _ in range(store.heads)]
-    columns, real = kept_tokens.rows(), kept_tokens.real
+    columns, real = subset.rows(), subset.real
     flat = zip(window.filled_keys.flatten(0, 1), window.filled_values.flatten(0, 1), rows, strict=True)
     keys, values = zip(*((keys[real[row]], values[real[row]]) for keys, values, row in flat), strict=True)
-    store.seen, call.tokens.mask = kept_tokens.length, kept_tokens.mask
-    seal_streams(store, keys, values, [columns[row] for row in rows], kept_tokens.mask)
+    store.seen, call.tokens.mask = subset.length, subset.mask
+    seal_streams(store, keys, values, [columns[row] for row in rows], subset.mask)
     store.restart_count(range(store.batch))
     call.left.update({row: len(row_columns) for row, row_columns in enumerate(columns)})
     if SPANS in store.observers:
-        store.observers[SPANS].end = kept_tokens.length
+        store.observers[SPANS].end = subset.length
 
 
 def cut_back(session: BaseSession, forward: Forward, call: LayerCall) -> None:
     """After the last dropping layer, evict from all dropping layers the pairs of tokens that any of them dropped."""
-    dropping, kept_tokens = session.recipe.dropping, forward.kept_tokens
+    dropping, subset = session.recipe.dropping, forward.subset
     if (
         dropping is None
         or not dropping.cut
-        or kept_tokens is None
+        or subset is None
         or call.tokens.seen_before
         or call.layer.index != max(dropping.layers)
     ):
         return
-    marked = torch.zeros(len(kept_tokens.index), kept_tokens.length, dtype=torch.bool)
-    for row, columns in enumerate(kept_tokens.rows()):
+    marked = torch.zeros(len(subset.index), subset.length, dtype=torch.bool)
+    for row, columns in enumerate(subset.rows()):
         marked[row, columns.cpu()] = True
     for module in session.modules[min(dropping.layers) : call.layer.index + 1]:
         store = forward.cache.layers[cache_place(module)].store  # type: ignore[union-attr]
-        kept = [marked[n // store.heads, slots] for n, slots in enumerate(StoredPairs(store, kept_tokens.mask).slots)]
+        kept = [marked[n // store.heads, slots] for n, slots in enumerate(StoredPairs(store, subset.mask).slots)]
         if not all(bool(row_kept.all()) for row_kept in kept):
-            store.evict(kept, kept_tokens.mask)
+            store.evict(kept, subset.mask)
             session.prepare_reading(module, store)
 
 
 def whole_output(forward: Forward, output: Any) -> Any:
     """Return the decoder's output with hidden states for all tokens, zero for dropped ones."""
-    if forward.kept_tokens is None:
+    if forward.subset is None:
         return output
     if isinstance(output, tuple):
-        return forward.kept_tokens.whole(output[0]), *output[1:]
-    output.last_hidden_state = forward.kept_tokens.whole(output.last_hidden_state)
+        return forward.subset.whole(output[0]), *output[1:]
+    output.last_hidden_state = forward.subset.whole(output.last_hidden_state)
     return output

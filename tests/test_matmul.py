@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvpress.core import matmul
+from kvpress.cache import matmul
 
 
 @pytest.mark.parametrize("has_bfloat16", [True, False])
