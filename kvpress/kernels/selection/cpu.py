@@ -49,13 +49,8 @@ def choose_by_labels(
     """Run the kernel that stores no scores on checked arguments; arguments and results as in `kvpress.kernels.label_rows`."""
     chosen = _Chosen((len(q), capacity), k)
     scored = scores_cpu.fields(q, None, labels, where, reduce, capacity, None)
-    stream = launch.run(
-        "scores.cpp", "kvpress_label_rows", *scored, *chosen.fields(None, where, first, last, limits), level=level
-    )
-    if stream >= len(q):
-        raise refusal(stream - len(q), capacity, limits)
-    if stream >= 0:
-        raise scores_cpu.refusal(stream, labels)
+    fields = *scored, *chosen.fields(None, where, first, last, limits)
+    _run("kvpress_label_rows", fields, chosen, labels, limits, level)
     return chosen.rows, chosen.counts
 
 
@@ -80,19 +75,25 @@ def choose_by_bounds(
     counts = torch.empty(len(q), dtype=torch.int64)
     scored = scores_cpu.fields(q, low, high, pages, "max", capacity, None)
     listed = pairs.starts.contiguous(), pairs.lengths.contiguous(), rows, counts, size, rows.shape[1]
-    stream = launch.run(
-        "scores.cpp",
-        "kvpress_page_rows",
-        *scored,
-        *chosen.fields(None, pages, first, last, limits),
-        *listed,
-        level=level,
-    )
-    if stream >= len(q):
-        raise refusal(stream - len(q), capacity, limits)
-    if stream >= 0:
-        raise scores_cpu.refusal(stream, high)
+    fields = *scored, *chosen.fields(None, pages, first, last, limits), *listed
+    _run("kvpress_page_rows", fields, chosen, high, limits, level)
     return rows, counts
+
+
+def _run(
+    entry: str,
+    fields: Sequence[Field],
+    chosen: _Chosen,
+    scored: Dense | Packed,
+    limits: Tensor | None,
+    level: str | None,
+) -> None:
+    """Run an entry point that scores and chooses; raises for a stream outside of the `scored` rows, or beyond its limits."""
+    streams, stream = len(chosen.rows), launch.run("scores.cpp", entry, *fields, level=level)
+    if stream >= streams:
+        raise refusal(stream - streams, chosen.capacity, limits)
+    if stream >= 0:
+        raise scores_cpu.refusal(stream, scored)
 
 
 class _Chosen:
