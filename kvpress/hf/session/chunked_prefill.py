@@ -64,15 +64,15 @@ class ChunkedForward:
             return self.forward(**arguments)
         self._check(arguments, tokens, before)
         outer, here.request, request.prompt_end = here.request, request, until
-        begin, request.last_chunk_end = request.prompt_start, until if self.as_turns else 0
+        request.last_chunk_end = until if self.as_turns else 0
         if not before:
             request.prompt_start = seen
+        begin = request.prompt_start
         try:
             return self._read(arguments, [0, *cuts, tokens.shape[1]], seen, request)
         finally:
             here.request, request.prompt_end, request.last_chunk_end = outer, before, 0
-            if self.as_turns and before:
-                request.prompt_start = begin
+            request.prompt_start = begin
 
     def _check(self, arguments: dict[str, Any], tokens: Tensor, prompt_end: int) -> None:
         if any(name.startswith(IMAGES) and value is not None for name, value in arguments.items()):
