@@ -190,7 +190,9 @@ def refitting(step: Eviction, settings: Refit) -> Eviction:
         read_again(settings.queries, done)
 
     check = (lambda: None) if earlier is None else earlier.check
-    return replace(step, refit=settings, prepare=PassHook(act, ("prefill",), reads=True, check=check))
+    tokens = REPEATED if earlier is None else max(REPEATED, earlier.tokens)
+    hook = PassHook(act, ("prefill",), reads=True, tokens=tokens, check=check)
+    return replace(step, refit=settings, prepare=hook)
 
 
 def read_again(observed: Wanted, done: Pass) -> None:
