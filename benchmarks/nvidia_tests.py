@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Public tests of NVIDIA kvpress on this library, with each failure classified; `docs/nvidia.md` has the counts.
 
-    python benchmarks/nvidia_tests.py [--version 0.5.5] [--out benchmarks/results/nvidia_tests.json] [--folder /tmp/nvidia]
+    python benchmarks/nvidia_tests.py [--version 0.5.5] [--out benchmarks/results/nvidia_tests.json] [--folder FOLDER]
 
 Needs a connection to PyPI for the source distribution, which is unpacked and never installed. The tests read a small model
 from the hub; in its place stand a random model of the same shape and a tokenizer trained on the tests' own text, so no other
