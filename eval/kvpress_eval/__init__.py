@@ -61,8 +61,9 @@ def tune(model: Any, *, tokenizer: Any = None, **wishes: Any) -> Any:
     """Find the press that fits a memory limit and loses least; return it with its figures on held-out samples.
 
     `model` is a name, or a loaded model together with its `tokenizer`. `wishes` are the options of `kvpress tune`: `smaller`
-    or `memory`, `max_drop`, `data`, `context`, `batch`, `held_out`, `candidates`, `minutes`; and fields of `RunConfig` such as
-    `tasks`, `lengths`, `samples`, `seed` and `out`. A stopped search continues when called again with the same `out`.
+    or `memory`, `max_drop`, `confidence`, `data`, `context`, `batch`, `held_out`, `candidates`, `minutes`; and fields of
+    `RunConfig` such as `tasks`, `lengths`, `samples`, `seed` and `out`. A stopped search continues when called again with the
+    same `out`.
 
         result = tune("reference", smaller=10, lengths=[1024], out="best")
         press = kvpress.get_press(result.press)

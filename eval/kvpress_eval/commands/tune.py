@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from kvpress_eval.tuning.result import Tuned
 
 _LISTS = ("tasks", "lengths")
-_WISHES = ("memory", "smaller", "max_drop", "context", "batch", "held_out", "candidates", "minutes", "data", "status")
+_WISHES = (
+    "memory", "smaller", "max_drop", "confidence", "context", "batch", "held_out", "candidates", "minutes", "data", "status",
+)  # fmt: skip
 _LENGTH = 1024
 _MISSED = 1
 
@@ -31,6 +33,10 @@ def command(
     ] = None,
     max_drop: Annotated[
         float | None, typer.Option(help="Points that the worst task may lose: picks the smallest such press.")
+    ] = None,
+    confidence: Annotated[
+        float | None,
+        typer.Option(help="Guarantee, such as 0.95, that at most --max-drop points (5 without it) are lost."),
     ] = None,
     tasks: Annotated[str | None, typer.Option(help="Names separated by commas; default: generated tasks.")] = None,
     data: Annotated[

@@ -160,14 +160,16 @@ def _missing(changes: Sequence[Sequence[float]], distance: float, answers: int, 
         return None
     if error > 0:
         deviation = error * math.sqrt(units)
-        needed = _first(units, lambda count: student(count - len(changes)) * deviation / math.sqrt(count) < distance)
+        needed = first_enough(
+            units, lambda count: student(count - len(changes)) * deviation / math.sqrt(count) < distance
+        )
         return max(1, math.ceil((needed - units) * answers / units))
     if not margin.is_share:
         return 1
-    return _first(answers, lambda count: (ALPHA / 2) ** (1 / count) > 1 - distance) - answers
+    return first_enough(answers, lambda count: (ALPHA / 2) ** (1 / count) > 1 - distance) - answers
 
 
-def _first(start: int, is_enough: Callable[[int], bool]) -> int:
+def first_enough(start: int, is_enough: Callable[[int], bool]) -> int:
     """Return the least number above `start` that is enough, where all larger ones are too."""
     low, step = start, 1
     while not is_enough(low + step):

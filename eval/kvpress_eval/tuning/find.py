@@ -20,8 +20,10 @@ from kvpress_eval.common.errors import BusyError, ConfigError
 from kvpress_eval.common.files import make_folder
 from kvpress_eval.config.schema import RAY, RunConfig
 from kvpress_eval.results.cells import CellResult
+from kvpress_eval.results.guarantee import Guarantee, guarantees, least_contexts
 from kvpress_eval.results.stats import better
 from kvpress_eval.results.store import CellStore
+from kvpress_eval.results.verdict import Margin, points
 from kvpress_eval.run.environment import now
 from kvpress_eval.run.estimate import shape_of
 from kvpress_eval.run.generation import Limits, answer, read_contexts, seeded
@@ -45,6 +47,8 @@ _OTHER_SIZES = (0.5, 2.0)
 """Multiples of the limit at which the best composition is measured too, so that the frontier shows the effect of memory."""
 _LENGTHS = 4
 """Number of context lengths for which a limit is planned."""
+GUARANTEED = 5.0
+"""Points that a press with a guarantee may lose if `max_drop` is not set."""
 _TIMED_TOKENS = 8
 _COVERED = 64
 """Number of points of the space that are tried to find the possible sizes."""
@@ -74,6 +78,14 @@ class Wishes:
     """File with the user's own samples, used instead of tasks."""
     status: str | None = None
     """Statuses of the presses that are searched, separated by commas; None searches all presses."""
+    confidence: float | None = None
+    """Probability, such as 0.95, with which the pick must lose at most `max_drop` points (5 without it) on new contexts; None
+    requires no guarantee."""
+
+    @property
+    def margin(self) -> Margin:
+        """Loss that a guarantee allows."""
+        return points(GUARANTEED if self.max_drop is None else self.max_drop)
 
     @property
     def statuses(self) -> tuple[str, ...]:
@@ -102,6 +114,14 @@ class Wishes:
             raise ConfigError("context and batch apply to memory only; smaller holds at every length and batch")
         if unknown := sorted(set(self.statuses) - STATUSES.keys()):
             raise ConfigError(f"status must be {', '.join(STATUSES)} or several of them, got {', '.join(unknown)!r}")
+        if self.confidence is not None:
+            if not 0.5 <= self.confidence < 1:
+                raise ConfigError(f"confidence must be at least 0.5 and below 1, such as 0.95, got {self.confidence:g}")
+            if not 0 < self.margin.size < 100:
+                raise ConfigError(
+                    f"a guarantee needs a max_drop above 0 and below 100 points, got {self.margin.size:g}: no number of "
+                    "samples shows that nothing is lost"
+                )
         if self.smaller == 1:
             raise ConfigError("smaller must be above 1: at 1 there is nothing to find")
 
@@ -143,6 +163,7 @@ def tune(config: RunConfig, wishes: Wishes, console: Console, engine: Engine | N
             use_threads(config)
         config = config if by_likelihood else in_words_of(config, engine.tokenizer)
         split = _split(config, wishes, engine, by_likelihood)
+        _check_can_guarantee(wishes, split)
         if memory is None:
             limit = replace(limit, lengths=_lengths(split))
             check_possible(room, limit, templates)
@@ -169,20 +190,25 @@ class _Tuning:
             self._say(f"{self.wishes.data} has no answers: presses are judged by the likelihood of how its texts go on")
         examiner = Examiner(self.engine, self.config.out / result.SCORES, self.config.max_seconds_per_sample)
         self._check_retrieves(examiner)
-        standings, picked = self._search(examiner)
+        best, sized, picked = self._search(examiner)
+        standings = {standing.press: standing for standing in (*best, *sized)}
         # The full cache is a candidate too, where it meets the limit.
         presses = list(dict.fromkeys((NOTHING, *standings)))
         self._say(f"measuring {len(presses)} presses on held-out samples")
-        frontier = result.measured(self._held_out(examiner, presses))
+        cells = self._held_out(examiner, presses)
+        frontier = result.measured(cells)
+        guarantee = self._guarantee(best, sized, cells)
+        picked = picked if guarantee is None else guarantee.press
         by_press = {figures.press: figures for figures in frontier}
         if picked not in by_press or NOTHING not in by_press:
             raise ConfigError(f"{picked} could not be measured on the held-out samples: see {self.config.out}/cells")
         pick = by_press[picked]
         unit = "likelihood of a token" if self.split.by_likelihood else "accuracy"
-        summary = result.sentence(picked, frontier, unit, self.wishes.max_drop)
+        summary = result.sentence(picked, frontier, unit, self.wishes.max_drop, guarantee)
         path = self.config.out / result.PRESS
-        tuned = result.Tuned(picked, frontier, summary, result.within(pick, self.wishes.max_drop), path)
-        result.write_press(path, picked, self._tuned_on(), frontier)
+        kept = result.within(pick, self.wishes.max_drop) if guarantee is None else guarantee.holds
+        tuned = result.Tuned(picked, frontier, summary, kept, path, guarantee)
+        result.write_press(path, picked, self._tuned_on(), frontier, guarantee)
         searched = [{**asdict(figures), "changes": dict(figures.changes)} for figures in standings.values()]
         result.write_result(self.config.out / result.RESULT, tuned, searched)
         return tuned
@@ -226,8 +252,8 @@ class _Tuning:
         following = [part.contexts[(place + 1) % len(part.contexts)][0].prompt.first]
         return next((ids for ids in (*following, *others) if ids != first_ids), first_ids[:1])
 
-    def _search(self, examiner: Examiner) -> tuple[dict[str, Standing], str]:
-        """Return the standings of the presses to measure by press, and the picked press."""
+    def _search(self, examiner: Examiner) -> tuple[list[Standing], list[Standing], str]:
+        """Return the best presses at the limit, the best one at other sizes, and the picked press."""
         num_contexts = min(len(part.contexts) for part in self.split.searched)
         total = work(self.wishes.candidates, len(self.split.searched), num_contexts, len(self.space.recipes()))
         self._say(
@@ -273,7 +299,7 @@ class _Tuning:
         picked = pick(
             best, [standing for standing in sized if standing.bytes <= self.limit.allowed], self.wishes.max_drop
         )
-        return {standing.press: standing for standing in (*best, *sized)}, picked.press
+        return list(best), sized, picked.press
 
     def _minutes(self) -> str:
         return f"{self.wishes.minutes:g} minute{'' if self.wishes.minutes == 1 else 's'}"
@@ -339,12 +365,43 @@ class _Tuning:
             rows.append({"sample": item.id, "status": "ok", "score": score, **figures, "measured": timed})
         return CellResult({"press": press, "task": part.task, "length": part.length}, len(rows), rows, None, None)
 
+    def _guarantee(
+        self, best: Sequence[Standing], sized: Sequence[Standing], cells: Sequence[CellResult]
+    ) -> Guarantee | None:
+        """Return the guarantee of the pick; None if none was required, or the full cache is among the best.
+
+        The best presses at the limit share the error. With `max_drop`, the first of them is followed by the same composition in
+        smaller sizes, and the pick is the smallest that passes; else it is the first that passes. If none passes, it is the one
+        with the most evidence.
+        """
+        wishes = self.wishes
+        if wishes.confidence is None or NOTHING in [standing.press for standing in best]:
+            return None
+        smaller = [standing for standing in sized if standing.bytes < best[0].bytes and wishes.max_drop is not None]
+        size = {standing.press: standing.bytes for standing in (*best, *smaller)}
+        losses = result.losses_by_context(cells, self.split.held_out)
+        chains = [[standing.press] for standing in best]
+        chains[0] += sorted((standing.press for standing in smaller), key=lambda press: -size[press])
+        tested = guarantees(
+            [[(press, losses[press]) for press in chain if press in losses] for chain in chains],
+            wishes.margin,
+            wishes.confidence,
+        )
+        flat = [guarantee for chain in tested for guarantee in chain]
+        for guarantee in flat:
+            self._say(f"{guarantee.press}: {guarantee.phrase()}")
+        passed = [guarantee for guarantee in flat if guarantee.holds]
+        if not passed:
+            return max(flat, key=lambda guarantee: guarantee.wealth, default=None)
+        return passed[0] if wishes.max_drop is None else min(passed, key=lambda guarantee: size[guarantee.press])
+
     def _tuned_on(self) -> dict[str, Any]:
         split, config = self.split, self.config
         return {
             **_identity(config, self.wishes, self.engine, split),
             "limit": self.limit.name,
             "max_drop": self.wishes.max_drop,
+            "confidence": self.wishes.confidence,
             "candidates": self.wishes.candidates,
             "batch_size": config.batch_size,
             "date": now(),
@@ -409,6 +466,27 @@ def _check_needed(wishes: Wishes, room: MemoryLimit, limit: Limit) -> None:
         f"{format_bytes(max(room.uncompressed, room.peak))}, fits beside the weights. Give less memory, a longer context, or "
         "max_drop for the smallest press that loses no more points than that"
     )
+
+
+def _check_can_guarantee(wishes: Wishes, split: Split) -> None:
+    """Refuse a search whose held-out contexts are too few for a guarantee even if nothing is lost on them.
+
+    Raises:
+        ConfigError: a task has too few held-out contexts.
+    """
+    if wishes.confidence is None:
+        return
+    contexts: dict[str, int] = {}
+    for part in split.held_out:
+        contexts[part.task] = contexts.get(part.task, 0) + len(part.contexts)
+    task, fewest = min(contexts.items(), key=lambda item: item[1])
+    needed = least_contexts(wishes.margin, wishes.confidence, FINALISTS)
+    if fewest < needed:
+        raise ConfigError(
+            f"confidence {wishes.confidence:g} that at most {wishes.margin} are lost needs {needed} held-out contexts of each "
+            f"task even if none of them loses; {task} has {fewest}: give held_out={needed} or more (and as many samples), or a "
+            "larger max_drop"
+        )
 
 
 def _split(config: RunConfig, wishes: Wishes, engine: Engine, by_likelihood: bool) -> Split:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import yaml
@@ -17,9 +18,11 @@ from kvpress_eval.common.errors import OutputError
 from kvpress_eval.common.files import differences, read_object, replace_file, write_json
 from kvpress_eval.common.terminal import MISSING, Name, number, plain_table
 from kvpress_eval.results.cells import CellResult
+from kvpress_eval.results.guarantee import Guarantee
 from kvpress_eval.results.stats import ScoreInterval, mean_interval, paired_difference
 from kvpress_eval.results.summary import summarise
 from kvpress_eval.results.verdict import judge, points
+from kvpress_eval.tuning.items import SplitPart
 from kvpress_eval.tuning.space import NOTHING
 
 PRESS, IDENTITY, RESULT, SCORES, JOURNAL = "press.yaml", "tune.json", "result.json", "search.jsonl", "optuna.journal"
@@ -64,8 +67,10 @@ class Tuned:
     """All measured presses, the full cache first."""
     sentence: str
     kept: bool | None
-    """Whether the loss is within `max_drop`; None without `max_drop`."""
+    """Whether the loss is within `max_drop`, or guaranteed where that was required; None without both."""
     path: Path
+    guarantee: Guarantee | None = None
+    """Guarantee of the press, which it may have failed; None if none was required."""
 
     @property
     def pick(self) -> Measured:
@@ -123,6 +128,33 @@ def _pairs_by_task(
     return groups
 
 
+def losses_by_context(cells: Sequence[CellResult], held_out: Sequence[SplitPart]) -> dict[str, dict[str, list[float]]]:
+    """Return by press and task the mean loss against the full cache of each context, for presses with complete cells."""
+    context_of = {
+        (part.task, item.id): (part.length, number)
+        for part in held_out
+        for number, items in enumerate(part.contexts)
+        for item in items
+    }
+    full: dict[str, dict[str, float]] = {}
+    by_press: dict[str, list[CellResult]] = {}
+    for cell in cells:
+        by_press.setdefault(cell.press, []).append(cell)
+    for cell in by_press[NOTHING]:
+        full.setdefault(cell.task, {}).update(cell.scores)
+    losses: dict[str, dict[str, list[float]]] = {}
+    for press, press_cells in by_press.items():
+        if not all(cell.complete for cell in press_cells):
+            continue
+        tasks: dict[str, dict[Any, list[float]]] = {}
+        for cell in press_cells:
+            contexts = tasks.setdefault(cell.task, {})
+            for sample, score in cell.scores.items():
+                contexts.setdefault(context_of[cell.task, sample], []).append(full[cell.task][sample] - score)
+        losses[press] = {task: [fmean(values) for values in contexts.values()] for task, contexts in tasks.items()}
+    return losses
+
+
 def print_frontier(frontier: Sequence[Measured], pick: str, console: Console) -> None:
     """Print the figures of the measured presses; an arrow marks the pick.
 
@@ -148,11 +180,13 @@ def print_frontier(frontier: Sequence[Measured], pick: str, console: Console) ->
     wide.print(table)
 
 
-def sentence(press: str, frontier: Sequence[Measured], unit: str, max_drop: float | None) -> str:
+def sentence(
+    press: str, frontier: Sequence[Measured], unit: str, max_drop: float | None, guarantee: Guarantee | None = None
+) -> str:
     """Return a sentence about the pick: its memory, its accuracy on held-out samples, and the verdict on its worst task.
 
     The margin of the verdict is `max_drop`, or 3 points without it. If the mean loss exceeds `max_drop`, the sentence also
-    names the smallest press whose mean loss does not, or the one that loses least.
+    names the smallest press whose mean loss does not, or the one that loses least. A guarantee takes the place of the verdict.
     """
     by_press = {item.press: item for item in frontier}
     pick, full = by_press[press], by_press[NOTHING]
@@ -170,7 +204,8 @@ def sentence(press: str, frontier: Sequence[Measured], unit: str, max_drop: floa
     if pick.worst is not None:
         task, change = pick.worst
         verdict = judge(press, pick.factor, pick.worst_changes, points() if max_drop is None else points(max_drop))
-        text += f", and its worst task, {task}, changes by {_points(change)} points: {verdict.phrase()}"
+        phrase = verdict.phrase() if guarantee is None else guarantee.phrase()
+        text += f", and its worst task, {task}, changes by {_points(change)} points: {phrase}"
     if within(pick, max_drop) is False:
         text += (
             f"; its mean change is more than the {max_drop:g} that may be lost; {_instead(pick, frontier, max_drop)}"
@@ -197,7 +232,13 @@ def within(pick: Measured, max_drop: float | None) -> bool | None:
     return -100 * pick.worst[1].mean <= max_drop
 
 
-def write_press(path: Path, press: str, tuned: Mapping[str, Any], frontier: Sequence[Measured]) -> None:
+def write_press(
+    path: Path,
+    press: str,
+    tuned: Mapping[str, Any],
+    frontier: Sequence[Measured],
+    guarantee: Guarantee | None = None,
+) -> None:
     """Write the pick as a file for `kvpress.get_press`, with the conditions of the search and the held-out figures."""
     figures_of = next(item for item in frontier if item.press == press)
     figures = {
@@ -210,6 +251,8 @@ def write_press(path: Path, press: str, tuned: Mapping[str, Any], frontier: Sequ
         "worst_change": _list(figures_of.worst[1]) if figures_of.worst else None,
     }
     record = {"press": press, "tuned": dict(tuned), "held_out": figures}
+    if guarantee is not None:
+        record["guarantee"] = _guarantee(guarantee)
     text = "# Made by `kvpress tune`; load it with kvpress.get_press or --press @FILE. Intervals are mean, low, high.\n"
     text += yaml.safe_dump(record, sort_keys=False, allow_unicode=True, width=120)
     replace_file(path, text.encode())
@@ -232,7 +275,9 @@ def write_result(path: Path, tuned: Tuned, standings: Sequence[Mapping[str, Any]
         }
         for item in tuned.frontier
     ]
-    summary = {"press": tuned.press, "sentence": tuned.sentence, "kept": tuned.kept}
+    summary: dict[str, Any] = {"press": tuned.press, "sentence": tuned.sentence, "kept": tuned.kept}
+    if tuned.guarantee is not None:
+        summary["guarantee"] = _guarantee(tuned.guarantee)
     write_json(path, {**summary, "frontier": rows, "searched": list(standings)})
 
 
@@ -254,6 +299,16 @@ def belong(path: Path, identity: Mapping[str, Any]) -> None:
         return
     if listed := differences(there, identity):
         raise OutputError(f"{path.parent} belongs to another search ({listed}): use a new --out")
+
+
+def _guarantee(guarantee: Guarantee) -> dict[str, Any]:
+    return {
+        "holds": guarantee.holds,
+        "confidence": guarantee.confidence,
+        "points": guarantee.margin.size,
+        "contexts": guarantee.contexts,
+        "contexts_needed": guarantee.needed,
+    }
 
 
 def _percent(estimate: ScoreInterval) -> str:

@@ -17,10 +17,14 @@ from kvpress_eval import tune as tune_from_python
 from kvpress_eval.commands.tune import show
 from kvpress_eval.common.errors import BusyError, ConfigError, DataError, OutputError
 from kvpress_eval.config.schema import RunConfig
+from kvpress_eval.results.cells import CellResult
 from kvpress_eval.results.store import CellStore
+from kvpress_eval.run.prompts import Prompt
+from kvpress_eval.tasks.sample import Query
 from kvpress_eval.tuning import find, scoring
 from kvpress_eval.tuning.find import Wishes, tune
-from kvpress_eval.tuning.result import PRESS, Tuned, print_frontier
+from kvpress_eval.tuning.items import Item, SplitPart
+from kvpress_eval.tuning.result import PRESS, Tuned, losses_by_context, print_frontier
 from kvpress_eval.tuning.space import Space
 from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
@@ -151,6 +155,9 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
         ({"context": 4096}, "context and batch apply to memory only"),
         ({"batch": 2}, "context and batch apply to memory only"),
         ({"max_drop": -1.0}, "max_drop must be at least 0, got -1"),
+        ({"confidence": 0.2}, "confidence must be at least 0.5 and below 1, such as 0.95, got 0.2"),
+        ({"confidence": 1.0}, "confidence must be at least 0.5 and below 1"),
+        ({"confidence": 0.95, "max_drop": 0.0}, "a guarantee needs a max_drop above 0 and below 100 points, got 0"),
         (
             {"status": "recommended, good"},
             "status must be recommended, reproduction, experimental or several of them, got 'good'",
@@ -253,6 +260,48 @@ def test_data_that_cannot_be_tuned_on(tmp_path: Path, rows: list[Any], message: 
     config = RunConfig(**{**OWN, "out": tmp_path / "best"})
     with pytest.raises((ConfigError, DataError), match=message):
         tune(config, replace(WISHES, data=path), Console(file=io.StringIO()))
+
+
+@pytest.mark.parametrize("max_drop", [None, 60.0])
+def test_a_guarantee(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_drop: float | None) -> None:
+    monkeypatch.setattr(find, "load_engine", lambda config, settings=None: bundled_model())
+    monkeypatch.setattr(find, "GUARANTEED", 60.0)
+    wishes = replace(WISHES, smaller=2.0, held_out=3, confidence=0.6, max_drop=max_drop)
+    tuned, printed = run_tune(tmp_path / "best", wishes, tasks=("niah_single",))
+    found = tuned.guarantee
+    assert found is not None
+    assert (found.press, found.contexts, tuned.kept) == (tuned.press, 3, found.holds)
+    assert f"{found.press}: {found.phrase()}" in printed
+    assert tuned.sentence.endswith(f"points: {found.phrase()}.") or "that may be lost" in tuned.sentence
+    record = yaml.safe_load((tmp_path / "best" / PRESS).read_text())
+    assert record["guarantee"]["holds"] == found.holds
+    assert (record["guarantee"]["points"], record["guarantee"]["confidence"]) == (60, 0.6)
+    assert kvpress.get_press(str(tmp_path / "best" / PRESS)) == kvpress.get_press(tuned.press)
+
+
+def test_a_guarantee_that_no_result_could_give_is_refused_before_the_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(find, "load_engine", lambda config, settings=None: bundled_model())
+    monkeypatch.setattr(scoring, "read_contexts", lambda *_: pytest.fail("a context was read"))
+    with pytest.raises(
+        ConfigError, match=r"needs 103 held-out contexts of each task .*; niah_single has 2: give held_out=103"
+    ):
+        run_tune(tmp_path / "best", replace(WISHES, confidence=0.95), tasks=("niah_single",))
+
+
+def test_questions_about_one_context_are_one_loss() -> None:
+    def cell(press: str, *scores: float) -> CellResult:
+        rows = [{"sample": f"s{i}", "score": score} for i, score in enumerate(scores)]
+        return CellResult({"press": press, "task": "vt", "length": 128}, len(rows), rows, None, None)
+
+    prompt, query = Prompt([3], [3], ""), Query("", "", (), "any")
+    items = [Item(f"s{i}", "vt", 128, prompt, query, 4) for i in range(4)]
+    parts = [SplitPart("vt", 128, [items[:3], items[3:]])]
+    cells = [cell("none", 1, 1, 0, 1), cell("a", 1, 0, 0, 1), cell("b", 0, 0, 1, 0)]
+    losses = losses_by_context(cells, parts)
+    assert losses["a"] == {"vt": [pytest.approx(1 / 3), 0]}
+    assert losses["b"] == {"vt": [pytest.approx(1 / 3), 1]}
 
 
 def test_the_command(finished_search: tuple[Tuned, str, Path], tmp_path: Path) -> None:
