@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time per generated token of a pretrained model behind a real text, under each press and without.
 
-    python -m benchmarks.real_decode [--model smollm2] [--dtype float32] [--contexts 1024,4096] [--rounds 7] [--threads 2]
-                                     [--press SPEC ...] [--out benchmarks/results/real_decode.json]
+    python -m benchmarks.real_decode [--model smollm2] [--dtype float32] [--contexts 1024,4096] [--rounds 7] [--prefills 1]
+                                     [--threads 2] [--press SPEC ...] [--out benchmarks/results/real_decode.json]
 
-The text is the source of Python's own modules. Every contender reads it once. In each round, all contenders in turn decode
-`STEPS` tokens greedily behind a copy of their caches; the time of a round is that of the tokens after the first two. A ratio is
-the median over rounds of a contender's time over that of plain transformers in the same round, so that a slow minute of a
-shared machine does not enter. Rows `transformers` and `transformers static` are the model without a press, on a `DynamicCache`
-and a `StaticCache`. The last line is one JSON object.
+The text is the source of Python's own modules. Every contender reads it `--prefills` times, in turn. In each round, all
+contenders in turn decode `STEPS` tokens greedily behind a copy of their caches; the time of a round is that of the tokens after
+the first two. A ratio is the median over rounds, or readings, of a contender's time over that of plain transformers in the same
+one, so that a slow minute of a shared machine does not enter. Rows `transformers` and `transformers static` are the model
+without a press, on a `DynamicCache` and a `StaticCache`. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PRESSES = (
     "frontier:smaller=10",
     "quest:budget=256,page_size=4",
 )
-PLAIN = "transformers"
+PLAIN, STATIC = "transformers", "transformers static"
 
 
 @dataclass
@@ -75,22 +75,25 @@ def decode(model: Any, contender: Contender, token: Tensor, start: int) -> float
 
 
 @torch.no_grad()
-def fill(model: Any, ids: Tensor, specs: list[str]) -> tuple[dict[str, Contender], dict[str, float]]:
-    """Return the contenders after the text `ids [1, T]`, and the seconds that each took to read it."""
+def fill(
+    model: Any, ids: Tensor, specs: list[str], prefills: int
+) -> tuple[dict[str, Contender], dict[str, list[float]]]:
+    """Return the contenders after the text `ids [1, T]`, and the seconds of each of their `prefills` readings, in turn."""
     contenders: dict[str, Contender] = {}
-    seconds: dict[str, float] = {}
-    caches = {PLAIN: DynamicCache(config=model.config)}
-    caches["transformers static"] = StaticCache(config=model.config, max_cache_len=ids.shape[1] + STEPS)
-    for name, cache in caches.items():
-        begin = time.perf_counter()
-        model(ids, use_cache=True, logits_to_keep=1, **with_cache(cache))
-        seconds[name], contenders[name] = time.perf_counter() - begin, Contender(cache)
-    for spec in specs:
-        press, cache = kvpress.get_press(spec), DynamicCache(config=model.config)
-        begin = time.perf_counter()
-        with press(model):
-            model(ids, use_cache=True, logits_to_keep=1, **with_cache(cache))
-        seconds[spec], contenders[spec] = time.perf_counter() - begin, Contender(cache, press)
+    seconds: dict[str, list[float]] = {}
+    for _ in range(prefills):
+        for name in (PLAIN, STATIC, *specs):
+            press = kvpress.get_press(name) if name in specs else None
+            cache = (
+                StaticCache(config=model.config, max_cache_len=ids.shape[1] + STEPS)
+                if name == STATIC
+                else DynamicCache(config=model.config)
+            )
+            begin = time.perf_counter()
+            with nullcontext() if press is None else press(model):
+                model(ids, use_cache=True, logits_to_keep=1, **with_cache(cache))
+            seconds.setdefault(name, []).append(time.perf_counter() - begin)
+            contenders[name] = Contender(cache, press)
     return contenders, seconds
 
 
@@ -102,33 +105,44 @@ def held(contender: Contender) -> int:
     return sum(part.numel() * part.element_size() for pair in pairs for part in pair)
 
 
-def measure(model: Any, ids: Tensor, specs: list[str], rounds: int) -> list[dict[str, Any]]:
-    """Return a row for each contender behind one context."""
-    contenders, seconds = fill(model, ids[:, :-1], specs)
+def measure(model: Any, ids: Tensor, specs: list[str], rounds: int, prefills: int) -> list[dict[str, Any]]:
+    """Return a row for each contender behind one context; without `rounds`, only its prefill is measured."""
+    contenders, seconds = fill(model, ids[:, :-1], specs, prefills)
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    for turn in range(rounds + 1):  # the first round is not counted
+    for turn in range(rounds + 1 if rounds else 0):  # the first round is not counted
         for name, contender in contenders.items():
             spent = decode(model, contender, ids[:, -1:], ids.shape[1] - 1)
             if turn:
                 times[name].append(spent)
     rows = []
     for name, contender in contenders.items():
-        ratios = sorted(ours / plain for ours, plain in zip(times[name], times[PLAIN], strict=True))
+        read = ratios(seconds[name], seconds[PLAIN])
         row = {
             "name": name,
             "tokens": ids.shape[1],
-            "ms": round(statistics.median(times[name]), 2),
-            "over_plain": round(statistics.median(ratios), 3),
-            "over_plain_range": [round(ratios[0], 3), round(ratios[-1], 3)],
             "mib": round(held(contender) / 2**20, 2),
-            "prefill_s": round(seconds[name], 2),
+            "prefill_s": round(statistics.median(seconds[name]), 2),
+            "prefill_over_plain": round(statistics.median(read), 3),
+            "prefill_over_plain_range": [round(read[0], 3), round(read[-1], 3)],
         }
+        if rounds:
+            decoded = ratios(times[name], times[PLAIN])
+            row["ms"] = round(statistics.median(times[name]), 2)
+            row["over_plain"] = round(statistics.median(decoded), 3)
+            row["over_plain_range"] = [round(decoded[0], 3), round(decoded[-1], 3)]
         rows.append(row)
+        speed = f"{row['ms']:8.2f} ms  x{row['over_plain']:.3f}" if rounds else ""
         print(
-            f"{row['tokens']:6d} {name:32s} {row['ms']:8.2f} ms  x{row['over_plain']:.3f}  {row['mib']:8.2f} MiB",
+            f"{row['tokens']:6d} {name:32s} prefill {row['prefill_s']:6.2f} s x{row['prefill_over_plain']:.2f} {speed}"
+            f"  {row['mib']:8.2f} MiB",
             flush=True,
         )
     return rows
+
+
+def ratios(ours: list[float], plain: list[float]) -> list[float]:
+    """Return the ratios of times measured in the same rounds, in ascending order."""
+    return sorted(one / other for one, other in zip(ours, plain, strict=True))
 
 
 def main() -> None:
@@ -136,7 +150,8 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--contexts", default="1024,4096")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=7, help="rounds of decoding; 0 measures the prefill only")
+    parser.add_argument("--prefills", type=int, default=1, help="readings of the text by each contender")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--press", action="append")
     parser.add_argument("--out", type=Path)
@@ -147,7 +162,11 @@ def main() -> None:
     text = "\n".join(read_text("stdlib").spread(4000))[: 8 * max(contexts)]
     ids = tokenizer(text, return_tensors="pt").input_ids
     specs = options.press or list(PRESSES)
-    rows = [row for tokens in contexts for row in measure(model.eval(), ids[:, :tokens], specs, options.rounds)]
+    rows = [
+        row
+        for tokens in contexts
+        for row in measure(model.eval(), ids[:, :tokens], specs, options.rounds, options.prefills)
+    ]
     record = {
         "date": date.today().isoformat(),
         "machine": cpu_model(),

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Least squares over attention weights: values, or factors, of pairs that bring the outputs of queries close to a target.
 
-The design matrix holds the attention weights of `M` queries on `t` pairs. It is never stored: products compute it block by
-block, and `solve` factors the Gram matrix of its shorter side.
+The design matrix holds the attention weights of `M` queries on `t` pairs. It is computed once where it fits in
+`attention.BLOCK_BYTES`; a larger one is never stored, and products compute it block by block. `solve` factors the Gram matrix
+of its shorter side.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -20,6 +22,8 @@ FLOOR = 1e-7
 """Least ridge, as a multiple of the mean diagonal, used even for ridge=0; directions without queries keep their values."""
 LARGEST = 30.0
 """Largest exponent of a weight: keys that a codec decodes badly may exceed the divisor, and their squares must stay finite."""
+STRIPS = 8
+"""Strips of rows in which the lower triangle of a Gram matrix is computed, so that most of the upper one is left out."""
 
 
 @dataclass(frozen=True)
@@ -42,21 +46,60 @@ class Design:
         """Number of queries and number of pairs."""
         return len(self.queries), len(self.keys)
 
+    @cached_property
+    def _stored(self) -> tuple[Tensor, Tensor] | None:
+        """Weights `[M, t]` relative to the largest of each query, and the logits `[M]` of those; None if they are too large."""
+        queries, pairs = self.shape
+        if not pairs or 4 * queries * pairs > attention.BLOCK_BYTES:
+            return None
+        scores = self.logits(self.queries, self.keys, self.log_weight)
+        top = scores.amax(dim=1)
+        return scores.sub_(top[:, None]).exp_(), top
+
     def part(self, pairs: slice) -> Design:
         """Return the design restricted to some pairs."""
+        if pairs.indices(len(self.keys)) == (0, len(self.keys), 1):
+            return self
         weight = None if self.log_weight is None else self.log_weight[pairs]
         return replace(self, keys=self.keys[pairs], log_weight=weight)
 
+    def weighed(self, log_weight: Tensor) -> Design:
+        """Return the design with other log-weights `[t]`, float32."""
+        design = replace(self, log_weight=log_weight)
+        if self._stored is not None:
+            shares, top = self._stored
+            change = log_weight if self.log_weight is None else log_weight - self.log_weight
+            vars(design)["_stored"] = shares * change.exp(), top
+        return design
+
+    def normalised(self, sinks: Tensor | None) -> Design:
+        """Return the design whose weights sum to 1 for each query, together with the learned `sinks [M]`, if any."""
+        if self._stored is None:
+            lse = torch.cat(
+                [self.logits(self.queries[rows], self.keys, self.log_weight).logsumexp(dim=1) for rows in self._rows()]
+            )
+        else:
+            shares, top = self._stored
+            lse = shares.sum(dim=1).log() + top
+        design = replace(self, lse=lse if sinks is None else torch.logaddexp(lse, sinks))
+        vars(design)["_stored"] = self._stored
+        return design
+
     def shares(self, rows: slice, pairs: slice) -> Tensor:
         """Return the weights `[m, n]` of some queries on some pairs."""
+        if self._stored is not None:
+            shares, top = self._stored
+            return shares[rows, pairs] * (top - self.lse)[rows, None].clamp_max(LARGEST).exp()
         design = self.part(pairs)
         excess = self.logits(self.queries[rows], design.keys, design.log_weight) - self.lse[rows, None]
         return torch.exp(excess.clamp_max(LARGEST))
 
+    def _rows(self) -> list[slice]:
+        return _blocks(*self.shape)
+
     def by_queries(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield blocks `[m, t]` of rows, with their slice."""
-        queries, pairs = self.shape
-        for rows in _blocks(queries, pairs):
+        for rows in self._rows():
             yield rows, self.shares(rows, slice(None))
 
     def by_pairs(self) -> Iterator[tuple[slice, Tensor]]:
@@ -100,12 +143,12 @@ class Design:
         for index, block in self.by_queries() if few else self.by_pairs():
             shares = block.to(dtype)
             diagonal += shares.square().sum()
-            gram += shares.T @ shares if few else shares @ shares.T
+            _add_gram(gram, shares if few else shares.T)
             if few:
                 right += shares.T @ outputs[index]
         unit = diagonal / max(1, pairs) if unit is None else unit
         gram.diagonal().add_((max(ridge, FLOOR) * unit).clamp_min(1e-30).to(dtype))
-        solved = torch.cholesky_solve(right, torch.linalg.cholesky(gram))
+        solved = torch.cholesky_solve(right, torch.linalg.cholesky(gram))  # reads the lower triangle
         return solved if few else self.back(solved)
 
     def norm(self, rounds: int = 3) -> float:
@@ -117,6 +160,14 @@ class Design:
             size = float(vector.norm())
         singular_value: float = size**0.5
         return singular_value
+
+
+def _add_gram(gram: Tensor, shares: Tensor) -> None:
+    """Add `shares.T @ shares` to a square matrix; entries right of the diagonal's strips are left out."""
+    step = -(-len(gram) // STRIPS)
+    for start in range(0, len(gram), max(1, step)):
+        stop = min(start + step, len(gram))
+        gram[start:stop, :stop] += shares[:, start:stop].T @ shares[:, :stop]
 
 
 def _blocks(length: int, width: int) -> list[slice]:

@@ -86,17 +86,23 @@ def refit(call: LayerCall, settings: Refit, goals: dict[int, Target], codec: Cod
     store = call.store
     if not store.sealed:  # heads and layers compete, and this layer has lost all its pairs
         return
-    keys = kept_keys(call, codec)
-    if settings.weights is not None:
-        weights = {n: fitted_weights(call, settings.weights, target, keys(n), n) for n, target in goals.items()}
-        store.weigh({n: weight.half() for n, weight in weights.items()})
+    keys, weights, fitted = kept_keys(call, codec), {}, {}
+    for n, target in goals.items():
+        design = Design(target.queries, keys(n), call.logits, target.lse, _stored_weights(store, n))
+        if settings.weights is not None:
+            weights[n] = fitted_weights(call, settings.weights, design, n).half()
+            design = design.weighed(weights[n].float())
+        if store.dense is not None:
+            fitted[n] = fitted_values(call, settings.ridge, target, design, n)
+    if weights:
+        store.weigh(weights)
     dense = store.dense
     if dense is None:
         return
     values = dense.values.clone()
-    for n, target in goals.items():
-        end, fitted = dense.layout.rows(n).stop, fitted_values(call, settings.ridge, target, keys(n), n)
-        values[end - len(fitted) : end] = fitted.to(values.dtype)
+    for n, value in fitted.items():
+        end = dense.layout.rows(n).stop
+        values[end - len(value) : end] = value.to(values.dtype)
     store.replace_dense(values=values)
 
 
@@ -116,35 +122,34 @@ def kept_keys(call: LayerCall, codec: CodecAt) -> Callable[[int], Tensor]:
     return lambda n: torch.cat([segment.read(segment.layout.rows(n))[0] for segment in store.sealed]).float()
 
 
-def fitted_weights(call: LayerCall, settings: Weights, target: Target, keys: Tensor, stream: int) -> Tensor:
-    """Return log-weights `[t]` with which the kept pairs of a stream get the attention mass of all pairs, for every query."""
-    kept = Design(target.queries, keys, call.logits, target.lse, _stored_weights(call.store, stream))
-    count = _count_of_turn(call, stream)
-    design = kept.part(slice(len(keys) - count, None))
-    ones = torch.ones(len(keys), 1, dtype=torch.float32 if settings.ridge else torch.float64, device=keys.device)
-    low, high = (torch.tensor(edge, dtype=ones.dtype).exp().to(keys.device) for edge in (-settings.down, settings.up))
-    factor = ones[len(keys) - count :]
-    goal = 1 - kept.apply(ones) + design.apply(factor)
-    unit = None if count == len(keys) else kept.mean_diagonal()
-    factor = (factor + design.solve(goal - design.apply(factor), settings.ridge, unit)).clamp(low, high)
+def fitted_weights(call: LayerCall, settings: Weights, kept: Design, stream: int) -> Tensor:
+    """Return log-weights `[t]` with which the kept pairs of a stream get the attention mass of all pairs, for every query.
+
+    The divisors of the design `kept` are those of all pairs.
+    """
+    pairs, count = len(kept.keys), _count_of_turn(call, stream)
+    design = kept.part(slice(pairs - count, None))
+    dtype, device = torch.float32 if settings.ridge else torch.float64, kept.keys.device
+    ones = torch.ones(pairs, 1, dtype=dtype, device=device)
+    low, high = (torch.tensor(edge, dtype=dtype).exp().to(device) for edge in (-settings.down, settings.up))
+    factor, missing = ones[pairs - count :], 1 - kept.apply(ones)
+    goal = missing + design.apply(factor)
+    unit = None if count == pairs else kept.mean_diagonal()
+    factor = (factor + design.solve(missing, settings.ridge, unit)).clamp(low, high)
     step = 1 / max(design.norm(), 1e-30) ** 2 if settings.steps else 0.0
     for _ in range(settings.steps):
         factor = (factor - step * design.back(design.apply(factor) - goal)).clamp(low, high)
-    weights = torch.zeros(len(keys), device=keys.device) if kept.log_weight is None else kept.log_weight.clone()
-    weights[len(keys) - count :] += factor[:, 0].log()
+    weights = torch.zeros(pairs, device=device) if kept.log_weight is None else kept.log_weight.clone()
+    weights[pairs - count :] += factor[:, 0].log()
     return weights
 
 
-def fitted_values(call: LayerCall, ridge: float, target: Target, keys: Tensor, stream: int) -> Tensor:
+def fitted_values(call: LayerCall, ridge: float, target: Target, kept: Design, stream: int) -> Tensor:
     """Return new values `[m, Dv]` for the pairs of this turn in a stream; pairs of earlier turns keep theirs."""
-    weight = _stored_weights(call.store, stream)
     values = torch.cat([segment.read(segment.layout.rows(stream))[1] for segment in call.store.sealed]).float()
-    log_weight = None if weight is None else weight[None]
-    out, lse = attend(target.queries[None], keys[None], values[None], call.logits, log_weight=log_weight)
-    residual = target.out - _scaled_by_sinks(out[0], lse[0], target.sinks)
-    total_lse = lse[0] if target.sinks is None else torch.logaddexp(lse[0], target.sinks)
-    kept = Design(target.queries, keys, call.logits, total_lse, weight)
-    newest = slice(len(keys) - _count_of_turn(call, stream), None)
+    kept = kept.normalised(target.sinks)
+    residual = target.out - kept.apply(values)
+    newest = slice(len(values) - _count_of_turn(call, stream), None)
     # Pairs of a turn that get little attention must not make up for the errors of all earlier pairs.
     unit = None if newest.start == 0 else kept.mean_diagonal()
     return values[newest] + kept.part(newest).solve(residual if ridge else residual.double(), ridge, unit).float()

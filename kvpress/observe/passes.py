@@ -10,11 +10,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvpress.cache.streams import real_slots
+from kvpress.cache.streams import StreamPairs, real_slots
 from kvpress.observe.call import LayerCall, Phase
 from kvpress.observe.observer import Observer, Wanted
 
 Watch = Callable[[LayerCall], None]
+Nearby = Callable[[LayerCall], StreamPairs]
+"""Returns the pairs of a layer that a pass attends to, its own included."""
 
 
 class ReadTokens(Observer):
@@ -87,7 +89,7 @@ class PassReader(Protocol):
 
     model: Any
 
-    def read(self, done: Pass, ids: Tensor, watch: Watch | None) -> None:
+    def read(self, done: Pass, ids: Tensor, watch: Watch | None, nearby: Nearby | None) -> None:
         """Read further tokens, then remove them from the cache."""
 
     def read_differentiably(self, done: Pass, ids: Tensor, watch: Watch) -> Tensor:
@@ -152,15 +154,18 @@ class Pass:
         num_ids = 0 if self.ids is None else self.ids.shape[1]
         return min(num_ids, *(call.store.rereadable_tokens for call in self.calls))
 
-    def read(self, ids: Tensor, watch: Watch | None = None) -> None:
+    def read(self, ids: Tensor, watch: Watch | None = None, nearby: Nearby | None = None) -> None:
         """Read `ids [B, m]`, or embeddings `[B, m, hidden]`, after the cached tokens, then remove them from the cache.
 
         `watch` is called with every layer after its attention.
 
         Nothing is observed, evicted, encoded or selected, and no logits are computed. Pad shorter rows on the right, where
         padding changes nothing before it. Windows stay as large as they grew.
+
+        With `nearby`, layers attend only to the pairs that it returns, except layers whose pairs the model stores or reads
+        itself, whose cache holds latents, or whose mask is not causal.
         """
-        self.reader.read(self, ids, watch)
+        self.reader.read(self, ids, watch, nearby)
 
     def read_differentiably(self, ids: Tensor, watch: Watch) -> Tensor:
         """Read `ids [B, m]` after the cached tokens under autograd; return the output `[B, m, hidden]` of the last layer.

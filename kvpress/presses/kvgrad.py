@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -58,6 +59,7 @@ class KVgradPress(KVzipPress):
 
     chunk_size: Count = 512
     kvzip_plus_normalization: bool = field(init=False, default=False, repr=False)
+    reads: Literal["prompt", "chunk"] = field(init=False, default="prompt", repr=False)
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
         check_outputs(model)

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from kvpress import kernels
 from kvpress.cache.attention import group_queries
-from kvpress.cache.streams import StoredPairs
+from kvpress.cache.streams import StoredPairs, StreamPairs, spread_sinks
 from kvpress.core.checks import Count, Size
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BudgetPress
@@ -64,6 +64,9 @@ class KVzipPress(BudgetPress):
     attention and W_o the output projection of the query head. The first `n_sink` tokens always stay. `layerwise` gives every
     layer the same number of pairs.
 
+    With `reads=chunk`, a pass attends only to the pairs of its softmax: the sinks, the chunk and the pass itself. The cost of
+    the second reading then grows in proportion to the prompt; with `prompt`, every pass attends to the whole prompt.
+
     With a ratio, pairs that survived a turn stay in later turns. With a fixed number of pairs, all turns share its pairs: each
     pair keeps its score, in 4 bytes, and generated tokens, which no pass repeats, get the mean score of their head.
 
@@ -79,6 +82,7 @@ class KVzipPress(BudgetPress):
     kvzip_plus_normalization: bool = False
     chunk_size: Count = 2048
     repeat_prompt: str = "\n\nRepeat the previous context exactly."
+    reads: Literal["prompt", "chunk"] = "prompt"
     tokenizer: InitVar[Any] = field(default=None, kw_only=True)
 
     def __post_init__(self, tokenizer: Any) -> None:
@@ -140,7 +144,7 @@ class KVzipPress(BudgetPress):
             scores.take_in(call, call.hidden_states.float().norm(dim=-1) if plus else None)
             add_repeated_queries(call, place)
 
-        prefill.read(ids, watch)
+        prefill.read(ids, watch, scores.nearby if self.reads == "chunk" else None)
 
 
 def add_repeated_queries(call: LayerCall, place: Tensor) -> None:
@@ -277,6 +281,8 @@ class RepetitionScores:
         self.values: dict[int, list[Tensor]] = {}
         self.outputs: dict[int, Tensor] = {}
         """Weights of output projections by layer, kept until the prompt is read."""
+        self.gathered: dict[int, StreamPairs] = {}
+        """Pairs that layers have attended to, until they are scored."""
         for call in prefill.calls:
             self.values[call.layer.index] = [
                 torch.full((len(slots),), torch.inf, device=call.queries.device)
@@ -288,6 +294,11 @@ class RepetitionScores:
         self.spans = [row.slots[tokens] for row in self.rows]
         self.lengths = torch.tensor(lengths)
 
+    def nearby(self, call: LayerCall) -> StreamPairs:
+        """Return the sinks, the pairs of the chunk and those of the pass, which the layer attends to and is scored by."""
+        pairs = self.gathered[call.layer.index] = self._pairs(call, StoredPairs(call.store, call.tokens.mask))
+        return pairs
+
     def take_in(self, call: LayerCall, divisor: Tensor | None = None) -> None:
         """Store the scores that one layer's queries give to the pairs of the chunk.
 
@@ -295,23 +306,36 @@ class RepetitionScores:
         after the output projection. The pass's own pairs are in the store, or else, if it was read under autograd, in
         `call.written`.
         """
-        store, new = call.store, call.queries.shape[2]
-        is_stored = store.seen > call.tokens.seen_before
-        stored = StoredPairs(store, call.tokens.mask)
-        spans = [self._span(slots, n // store.heads) for n, slots in enumerate(stored.slots)]
-        pieces = [
-            [
-                *stored.read(n, 0, sinks),
-                *stored.read(n, start, stop),
-                *(stored.read(n, len(stored.slots[n]) - new, len(stored.slots[n])) if is_stored else _written(call, n)),
-            ]
-            for n, (sinks, start, stop) in enumerate(spans)
-        ]
-        lengths = [sum(len(keys) for keys, _ in stream) for stream in pieces]
-        keys, values = (torch.cat([pair[side] for stream in pieces for pair in stream]) for side in (0, 1))
-        weights = self._weights(call, keys, values, lengths, divisor).split(lengths)
+        stored = StoredPairs(call.store, call.tokens.mask)
+        pairs = self.gathered.pop(call.layer.index, None)
+        lse = None if pairs is None else call.lse
+        pairs = self._pairs(call, stored) if pairs is None else pairs
+        weights = self._weights(call, pairs, divisor, lse).split(pairs.lengths)
+        spans = self._spans(call, stored)
         for scores, weight, (sinks, start, stop) in zip(self.values[call.layer.index], weights, spans, strict=True):
             scores[start:stop] = weight[sinks : sinks + stop - start]
+
+    def _pairs(self, call: LayerCall, stored: StoredPairs) -> StreamPairs:
+        """Return, for every stream, the sinks, the pairs of the chunk and those of the pass."""
+        store, new = call.store, call.queries.shape[2]
+        is_stored = store.seen > call.tokens.seen_before
+        return StreamPairs.of(
+            [
+                [
+                    *stored.read(n, 0, sinks),
+                    *stored.read(n, start, stop),
+                    *(
+                        stored.read(n, len(stored.slots[n]) - new, len(stored.slots[n]))
+                        if is_stored
+                        else _written(call, n)
+                    ),
+                ]
+                for n, (sinks, start, stop) in enumerate(self._spans(call, stored))
+            ]
+        )
+
+    def _spans(self, call: LayerCall, stored: StoredPairs) -> list[tuple[int, int, int]]:
+        return [self._span(slots, n // call.store.heads) for n, slots in enumerate(stored.slots)]
 
     def _span(self, slots: Tensor, row: int) -> tuple[int, int, int]:
         """Return the ranks where a stream's sinks end, and where its pairs of the chunk begin and end."""
@@ -322,33 +346,28 @@ class RepetitionScores:
         last, start, stop = torch.searchsorted(slots, edges).tolist()
         return last, max(last, start), max(last, stop)
 
-    def _weights(
-        self, call: LayerCall, keys: Tensor, values: Tensor, lengths: list[int], divisor: Tensor | None
-    ) -> Tensor:
-        """Return the scores of the flat `keys [rows, D]` of all streams; the last pairs of a stream are the pass's own."""
+    def _weights(self, call: LayerCall, pairs: StreamPairs, divisor: Tensor | None, lse: Tensor | None) -> Tensor:
+        """Return the scores `[rows]` of flat pairs; `lse [N, G * Q]` is that of the queries, None where it is not known."""
         store, new = call.store, call.queries.shape[2]
         queries = group_queries(call.queries, store.heads)
-        streams, groups = len(lengths), queries.shape[1] // new
-        count = torch.tensor(lengths, device=keys.device)
-        real = (torch.arange(new) < self.lengths[:, None]).to(keys.device, torch.float32)
+        streams, groups = len(pairs.lengths), queries.shape[1] // new
+        real = (torch.arange(new) < self.lengths[:, None]).to(pairs.keys.device, torch.float32)
 
         def spread(per_token: Tensor) -> Tensor:
             """Repeat `[B, new]` for all query heads, as `[N, G * new]`."""
             return per_token[:, None].expand(-1, store.heads * groups, -1).reshape(streams, -1)
 
-        sinks = None
-        if call.sinks is not None:
-            sinks = call.sinks.float().view(store.heads, groups, 1).expand(-1, -1, new).reshape(store.heads, -1)
-            sinks = sinks.repeat(store.batch, 1)
-        rows = kernels.Rows(kernels.Dense(keys), kernels.Dense(values))
-        where = kernels.Ranges(count.cumsum(0) - count, count, longest=max(lengths))
+        rows, where = pairs.operands()
         options = kernels.Options(call.logits.scale, call.logits.softcap, causal=new)
+        sinks = None if call.sinks is None else spread_sinks(call.sinks, call.queries, streams)
         with_sinks = replace(options, sinks=sinks)
         if divisor is None:
-            return kernels.column_max(queries, rows, where, with_sinks, query_weight=spread(real))
-        lse = kernels.decode(queries, rows, where, with_sinks)[1]
+            exact = with_sinks if lse is None else options
+            return kernels.column_max(queries, rows, where, exact, lse=lse, query_weight=spread(real))
+        lse = kernels.decode(queries, rows, where, with_sinks)[1] if lse is None else lse
         lse = lse + spread(divisor.log())
-        weights, layer = torch.zeros(len(keys), device=keys.device), call.layer
+        keys, values, layer = pairs.keys, pairs.values, call.layer
+        weights = torch.zeros(len(keys), device=keys.device)
         if layer.index not in self.outputs:
             self.outputs[layer.index] = output_weight(layer.module, store.heads, values, groups)
         outputs = self.outputs[layer.index]
@@ -359,7 +378,7 @@ class RepetitionScores:
             )
             norms = [
                 _projected_norms(outputs, stream, (n % store.heads) * groups + g)
-                for n, stream in enumerate(values.split(lengths))
+                for n, stream in enumerate(values.split(pairs.lengths))
             ]
             weights = torch.maximum(weights, largest * torch.cat(norms))
         return weights

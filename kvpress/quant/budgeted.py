@@ -155,7 +155,13 @@ class BudgetedPress(OfSize):
     "frontier",
     "budget",
     example="frontier:smaller=20",
-    cases=("frontier:bytes=12KB", "frontier:smaller=10,chunk=64", "frontier:smaller=10,passes=1"),
+    cases=(
+        "frontier:bytes=12KB",
+        "frontier:smaller=10,chunk=64",
+        "frontier:smaller=10,passes=1",
+        "frontier:smaller=10,reads=chunk",
+    ),
+    refuses=(Refusal("frontier:smaller=10,passes=1,reads=chunk", "nothing is read a second time"),),
     exempt=ENCODES,
     status="recommended",
 )
@@ -169,6 +175,9 @@ class FrontierPress(OfSize):
     bits where a cache is at most 6 times smaller. `bytes`, such as 512MiB, sets the size instead. The prompt takes at least
     twice as long to read, and is uncompressed in memory until then. Where the model has no output projections that
     can be read, the attention itself is the score.
+
+    `reads=chunk` makes the second reading cheaper: each chunk of 256 tokens attends only to itself, to its first reading and to
+    the first 4 tokens of the prompt, so that its cost grows in proportion to the prompt. It loses a little more.
 
     `passes=1` does not read the prompt a second time: `CompactorPress` scores the pairs, layers share them by their errors as
     in `BudgetedPress`, and values and log-weights are solved for with 512 queries of the prompt itself. It loses more.
@@ -185,13 +194,23 @@ class FrontierPress(OfSize):
     bytes: str | int | None = None
     chunk: Annotated[int, Range(FEWEST, whole=True)] | None = None
     passes: Literal[1, 2] = 2
+    reads: Literal["prompt", "chunk"] = "prompt"
     has_outputs: bool = field(init=False, default=True, repr=False, compare=False)
+
+    def validate(self) -> None:
+        super().validate()
+        if self.passes == 1 and self.reads == "chunk":
+            raise ValueError(
+                "passes=1 reads nothing a second time, so reads=chunk has no effect: leave out one of them"
+            )
 
     @property
     def inner(self) -> BasePress:
         if self.passes == 1:
             return RefitPress(CompactorPress(), queries="prefill", ridge=LEAST_RIDGE, tokens=QUERIES_READ, weights=True)
-        repetition = KVzipPress(repeat_prompt="", chunk_size=CHUNK, kvzip_plus_normalization=self.has_outputs)
+        repetition = KVzipPress(
+            repeat_prompt="", chunk_size=CHUNK, kvzip_plus_normalization=self.has_outputs, reads=self.reads
+        )
         return RefitPress(repetition, queries="repeat", ridge=LEAST_RIDGE, tokens=QUERIES_READ, weights=True)
 
     def room(self, model: ModelFacts | None, beside_pair: int = 0) -> SizeLimit:

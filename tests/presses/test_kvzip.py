@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import DynamicCache
 
 import kvpress
 from kvpress import KVzipPress
+from kvpress.cache.streams import StreamPairs
 from kvpress.kernels import Rows
 from kvpress.presses import kvzip
 from kvpress.testing.oracle import decode_both
@@ -58,6 +60,13 @@ def assert_kept(cache: Any, model: Any, mask: Tensor) -> None:
         ):
             for head, at in enumerate(heads):
                 assert at.tolist() == mask[row, i, head].nonzero().flatten().tolist()
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two caches keep the pairs of the same positions in every head."""
+    pairs = zip(kvpress.kept_positions(one), kvpress.kept_positions(other), strict=True)
+    heads = [zip(a, b, strict=True) for layers in pairs for a, b in zip(*layers, strict=True)]
+    return all(torch.equal(a, b) for head in heads for a, b in head)
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
@@ -110,6 +119,57 @@ def test_later_chunks_compete_with_the_sinks_and_are_led_in(chat: bool, monkeypa
     assert_kept(cache, model, best(scores, LENGTH * 3))
 
 
+@pytest.mark.parametrize("plus", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_chunk_of_a_whole_prompt_reads_that_prompt(family: str, plus: bool) -> None:
+    model, ids = tiny_model(family, "eager"), tokens(2, LENGTH)
+    press = KVzipPress(0.5, kvzip_plus_normalization=plus, repeat_prompt="", n_sink=3)
+    expected = prefill(model, press, ids)
+    assert same(expected, prefill(model, dataclasses.replace(press, reads="chunk"), ids))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "granite"])
+def test_a_pass_that_reads_its_chunk_attends_to_sinks_chunk_and_itself(family: str) -> None:
+    model, ids = tiny_model(family, "eager"), tokens(2, LENGTH)
+    layers = len(full_layers(model))
+    press = KVzipPress(0.5, n_sink=3, chunk_size=16, repeat_prompt="", reads="chunk")
+    cache = prefill(model, press, ids)
+    assert not same(cache, prefill(model, dataclasses.replace(press, reads="prompt"), ids))
+    scores = torch.zeros(2, layers, 2, LENGTH)
+    for start in (0, 16, 32):
+        chunk = ids[:, start : start + 16]
+        chunk = torch.cat([ids[:, max(0, start - 8) : start], chunk], dim=1)  # led in, as every later chunk
+        sequence, seen = torch.cat([ids, chunk], dim=1), torch.ones(LENGTH + chunk.shape[1], dtype=torch.bool)
+        seen[3:start] = seen[start + 16 : LENGTH] = False
+        visible = torch.ones(len(seen), len(seen), dtype=torch.bool).tril()
+        visible[LENGTH:] &= seen
+        mask = torch.where(visible, 0.0, torch.finfo(torch.float32).min)[None, None].expand(2, 1, -1, -1)
+        weights = model(sequence, attention_mask=mask, output_attentions=True).attentions
+        largest = torch.stack(weights, dim=1)[..., LENGTH:, start : min(start + 16, LENGTH)].amax(dim=3)
+        scores[..., start : start + 16] = largest.unflatten(2, (2, -1)).amax(dim=3)
+    scores[..., :3] = 2.0
+    assert_kept(cache, model, best(scores, LENGTH * layers))
+
+
+def test_the_cost_of_reading_chunks_is_that_of_their_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in later turns, whose earlier pairs are encoded."""
+    model, read = tiny_model("llama"), []
+    attend = StreamPairs.attend
+    monkeypatch.setattr(
+        StreamPairs, "attend", lambda pairs, *rest: read.append(set(pairs.lengths)) or attend(pairs, *rest)
+    )
+    press = "kvzip:0.5,n_sink=3,chunk_size=16,repeat_prompt=,reads=chunk + kivi:bits=8,group_size=4,residual_length=0"
+    cache = DynamicCache(config=model.config)
+    with kvpress.get_press(press)(model):
+        for seed in (1, 2):
+            model(tokens(1, 48, seed=seed), past_key_values=cache)
+    layers = len(full_layers(model))
+    assert (
+        read
+        == [{16 + 16}] * layers + [{3 + 16 + 24}] * 2 * layers + [{3 + 16 + 16}] * layers + [{3 + 16 + 24}] * 2 * layers
+    )
+
+
 def test_plus_normalisation() -> None:
     model, ids = tiny_model("llama", "eager"), tokens(1, LENGTH)
     cache = prefill(model, KVzipPress(0.5, kvzip_plus_normalization=True, n_sink=0, repeat_prompt=""), ids)
@@ -152,7 +212,14 @@ def test_mask_oracle(family: str, padded: bool) -> None:
     assert report.total_bytes < 0.8 * report.uncompressed_bytes
 
 
-@pytest.mark.parametrize("spec", ["kvzip:0.5,repeat_prompt=", "kvzip:0.5,layerwise=true,kvzip_plus_normalization=true"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "kvzip:0.5,repeat_prompt=",
+        "kvzip:0.5,layerwise=true,kvzip_plus_normalization=true",
+        "kvzip:0.5,repeat_prompt=,reads=chunk",
+    ],
+)
 def test_a_padded_row_equals_that_row_alone(spec: str) -> None:
     model, lengths = tiny_model("gpt_oss", "eager"), [40, 26, 13]
     press = kvpress.get_press(f"{spec},chunk_size=12")

@@ -258,6 +258,9 @@ def attention(
             visible = native(keys.shape[2])
             run = native_attention(module)
             result, _ = run(module, native_query, keys, values, visible, scaling=scaling, dropout=dropout, **kwargs)
+    elif forward.nearby is not None and call.layer.expand is None and _is_causal(attention_mask):
+        out, call.lse = forward.nearby(call).attend(query, call.logits, call.sinks)
+        result = _out_of_order(ungroup(out, query.shape[0], query.shape[1]).to(query.dtype), key, plan.tiles)
     elif reads_store or pattern is not None:
         reader = None if rereads or not reads_store else plan.reader(call)
         pattern_attention = None if pattern is None else partial(pattern.attend, call)
@@ -323,10 +326,14 @@ def _few_behind_many(module: nn.Module, call: LayerCall, mask: PressMask | None)
         and 1 < queries.shape[2] <= FEW
         and call.tokens.seen_before >= MANY
         and queries.shape[1] > call.store.heads
-        and mask is not None
-        and mask.arguments.get("mask_function", causal_mask_function) is causal_mask_function
+        and _is_causal(mask)
         and native_name(module.config) == "sdpa"
     )
+
+
+def _is_causal(mask: PressMask | None) -> bool:
+    """Whether a mask is known, and hides padding and later tokens only."""
+    return mask is not None and mask.arguments.get("mask_function", causal_mask_function) is causal_mask_function
 
 
 def check_known(module: nn.Module, kwargs: dict[str, Any]) -> None:

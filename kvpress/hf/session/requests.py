@@ -25,7 +25,7 @@ from kvpress.hf.cache.layer import PressLayer
 from kvpress.hf.session.base import BaseSession
 from kvpress.hf.session.checks import wants_weights
 from kvpress.observe.call import Cells, LayerCall, NewTokens
-from kvpress.observe.passes import Watch
+from kvpress.observe.passes import Nearby, Watch
 
 reading: dict[int, Forward] = {}
 """Running passes by the id of the cache that they read."""
@@ -86,6 +86,8 @@ class Forward:
     """Call of `generate` that the pass belongs to; None outside `generate`."""
     watch: Watch | None = None
     """Receiver of the calls while the session itself reads behind a cache."""
+    nearby: Nearby | None = None
+    """Pairs that layers attend to, if not to all."""
     differentiable: bool = False
     """Whether the pass is part of an autograd graph, so that the cache must not change."""
     static: Any = None

@@ -15,7 +15,7 @@ from kvpress.hf.models import with_cache
 from kvpress.hf.session.base import BaseSession
 from kvpress.hf.session.requests import Forward, as_pass, here
 from kvpress.hf.session.token_dropping import decoder_layers
-from kvpress.observe.passes import Pass, Watch
+from kvpress.observe.passes import Nearby, Pass, Watch
 
 
 class DecoderReader:
@@ -25,7 +25,7 @@ class DecoderReader:
         self.session = session
         self.model = session.model
 
-    def read(self, done: Pass, ids: Tensor, watch: Watch | None) -> None:
+    def read(self, done: Pass, ids: Tensor, watch: Watch | None, nearby: Nearby | None) -> None:
         """Read `ids [B, m]`, or embeddings `[B, m, hidden]`, after the cache of a pass, then remove their pairs."""
         other_layers = [
             (layer, _copied(layer.__dict__)) for layer in done.cache.layers if type(layer) is not PressLayer
@@ -36,7 +36,8 @@ class DecoderReader:
         try:
             with torch.no_grad():
                 positions = done.position + torch.arange(ids.shape[1], device=done.position.device)
-                self._run(done, ids, positions, Forward(self.session, watch=watch or (lambda call: None)))
+                forward = Forward(self.session, watch=watch or (lambda call: None), nearby=nearby)
+                self._run(done, ids, positions, forward)
         finally:
             for store, seen, length, side in stores:
                 store.window.crop(store.window.length - length)
