@@ -390,8 +390,7 @@ def phases(press: BasePress) -> tuple[str, ...]:
     recipe = press.recipe()
     stored = recipe.codec is not None
     hooks = {phase for hook in recipe.hooks for phase in hook.phases}
-    # Spans given by position lie in the prompt.
-    takes_spans = any(step.among is not None and not step.among.reads_tokens for step in recipe.evictions)
+    takes_spans = any(step.among is not None for step in recipe.evictions)
     prompt = (
         stored or takes_spans or recipe.dropping is not None or bool(recipe.acting("prefill")) or "prefill" in hooks
     )

@@ -48,7 +48,7 @@ class ScopePress(BasePress):
 
         slide            budget, at every token
         adaptive         min(budget, recent + t // interval) after t generated tokens, at every token
-        discontinuous    the same, every `interval` tokens, so that up to `interval` more are held in between
+        discontinuous    the same, where t is a multiple of `interval`, so that up to `interval` - 1 more are held in between
 
     `budget` counts generated pairs, including the `recent` ones. `interval` is the number of generated tokens after which a
     growing budget grows by one. A later turn is a prompt too, and generated pairs from before it are kept.
@@ -148,5 +148,7 @@ class GeneratedShare(Allocator):
         if self.strategy != "slide":
             steps = view.seen - view.observer(END).tokens[view.rows]
             budget = (self.recent + steps // self.interval).clamp_max(self.budget)
+        if self.strategy == "discontinuous":
+            budget = torch.where(steps % self.interval == 0, budget, steps)
         num_free = (budget.to(num_fixed.device)[:, None] - num_fixed).clamp_min(0)
         return (~free).sum(dim=2) + torch.minimum(free.sum(dim=2), num_free)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ShotKV: eviction of whole examples of a few-shot prompt."""
+"""ShotKV: eviction of whole examples of a few-shot prompt, and of single generated tokens."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ import torch
 from torch import Tensor
 
 from kvpress.core.amount import Amount, Schedule
-from kvpress.core.checks import Count, Ratio
+from kvpress.core.checks import Count, Ratio, Size
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BasePress
 from kvpress.core.protection import new_spans
 from kvpress.core.recipe import Allocator, Eviction, Recipe
 from kvpress.core.registry import EVERY_SUITE, Exemption, Refusal, register
-from kvpress.core.scoring import ByScore, Scored
+from kvpress.core.scoring import ByScore, Scored, top
 from kvpress.observe.observer import Wanted
 from kvpress.observe.queries import RecentQueries
 from kvpress.observe.spans import SPANS, Mark, Piece, PositionRanges, Span, SpanRule
 from kvpress.observe.view import View
 from kvpress.presses.protect import ranges_in, unknown, vocabulary_of
+from kvpress.presses.scope import END
 
-SHOTS = "kept shots"
+KEPT = "kept pairs"
 """Key of the mask of kept pairs in the memo of a view, beside the first head of the view."""
 
 
@@ -38,36 +39,50 @@ SHOTS = "kept shots"
         Refusal("shotkv:0.5", "neither separator nor shots is given"),
         Refusal("shotkv:0.5,shots=0:8 8:100000", "a shot ends after the prompt"),
         Refusal("decoding(shotkv:shots=0:8)", "it has a schedule of its own"),
+        Refusal(
+            "shotkv:0.5,shots=0:8 + scope", "both would evict generated tokens; `decode_ratio=0` leaves them to scope"
+        ),
     ),
     exempt=(
         Exemption(
-            EVERY_SUITE, "it evicts from shots only; its own tests run the oracle, padding, chunks, turns, codecs"
+            EVERY_SUITE,
+            "it evicts from shots and generated tokens; its own tests run the oracle, padding, chunks, turns, codecs",
         ),
         Exemption("fuzz", "random ids hold no separators"),
     ),
 )
 @dataclass
 class ShotKVPress(BasePress):
-    """Keep the whole examples of a few-shot prompt with the most attention, the same ones in all layers and heads.
+    """Keep the examples of a few-shot prompt and the generated tokens with the most attention, in all layers and heads alike.
 
-        score[shot] = mean over its tokens t, all layers and heads of mean over the last w queries i of softmax(q_i . k)[t]
+        score[t]    = sum over all layers and heads of mean over the last w queries i of softmax(q_i . k)[t]
+        score[shot] = mean over its tokens t of score[t]
 
-    Shots are taken in order of falling score while they fit into the budget, which is `compression_ratio` less than the
-    tokens of all shots; a shot that does not fit is skipped, and the best one is always kept. Tokens outside shots are
-    always kept. `separator` is the text that begins a shot; the shot ends where the next one begins. Tokens behind the last
-    separator, the question, are therefore no shot. The separator is located in the ids of all tokens with `tokenizer`, by
-    default the one in the folder of the model. `shots` lists ranges of positions in the first prompt instead, padding not
-    counted: `12:80 80:164`. `window_size` is w. A shot is scored once, together with the other shots of its prompt or turn.
+    Prompt: shots are taken whole, in order of falling score, while they fit into the budget, which is `compression_ratio`
+    less than the tokens of all shots; a shot that does not fit is skipped, and the best one is always kept. Tokens outside
+    shots are always kept. `separator` is the text that begins a shot; the shot ends where the next one begins. Tokens
+    behind the last separator, the question, are therefore no shot. The separator is located in the ids of all tokens with
+    `tokenizer`, by default the one in the folder of the model. `shots` lists ranges of positions in the first prompt
+    instead, padding not counted: `12:80 80:164`. `window_size` is w. A shot is scored once, together with the other shots
+    of its prompt or turn.
+
+    Generated tokens: every `interval` tokens, the tokens generated since the newest prompt or turn are cut down to those
+    with the best scores, `decode_ratio` less than were generated, the `recent` newest among them. `decode_ratio` is that of
+    the prompt if None; 0 keeps generated tokens. Each cut scores with the attention of that time; an evicted token cannot
+    come back. A later turn is a prompt, and generated tokens from before it are kept.
 
     Paper: after Liu et al., Can LLMs Maintain Fundamental Abilities under KV Cache Compression?, 2025, arXiv:2502.01941.
-    Differs from the paper: only its method for prompts is here, and generated tokens are kept, unless a press for them is
-    composed with it, such as `shotkv:0.5,... + scope`; attention is that of the last w queries instead of all.
+    Differs from the paper: attention is that of the last w queries instead of all; `recent` and `interval` are choices of
+    this project, and the paper ranks generated tokens without a number of newest ones that stay.
     """
 
     compression_ratio: Ratio = 0.0
     separator: str = ""
     shots: str = ""
     window_size: Count = 32
+    decode_ratio: Ratio | None = None
+    interval: Count = 64
+    recent: Size = 32
     tokenizer: Any = field(default=None, kw_only=True, compare=False, repr=False)
 
     def validate(self) -> None:
@@ -92,16 +107,28 @@ class ShotKVPress(BasePress):
         return Separated(self.separator, vocabulary or unknown)
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
-        rule = self.rule(model)
-        step = Eviction(
-            WindowAttention(self.window_size),
-            Amount(self.compression_ratio),
-            BestShots(rule, scope="cache"),
-            Schedule(False, closing=True),
-            among=rule,
-            fixed=True,
-        )
-        return Recipe(() if self.compression_ratio == 0 else (step,), observers=(SPANS,))
+        rule, steps = self.rule(model), []
+        if self.compression_ratio:
+            steps.append(
+                Eviction(
+                    WindowAttention(self.window_size),
+                    Amount(self.compression_ratio),
+                    BestShots(rule, scope="cache"),
+                    Schedule(False, closing=True),
+                    among=rule,
+                    fixed=True,
+                )
+            )
+        if decode_ratio := self.compression_ratio if self.decode_ratio is None else self.decode_ratio:
+            steps.append(
+                Eviction(
+                    WindowAttention(self.window_size, (END,)),
+                    allocator=BestGenerated(Amount(decode_ratio), self.recent, scope="cache"),
+                    schedule=Schedule(False, self.interval),
+                    fixed=True,
+                )
+            )
+        return Recipe(tuple(steps), observers=(SPANS,))
 
 
 @dataclass(frozen=True)
@@ -132,19 +159,26 @@ class WindowAttention(ByScore):
 
     size: int
     """Number of newest queries."""
+    others: tuple[Wanted, ...] = ()
+    """Observers that the allocator reads."""
+
+    @property
+    def queries(self) -> Wanted:
+        """Observer of the newest queries."""
+        return Wanted(RecentQueries, self.size)
 
     @property
     def wants(self) -> tuple[Wanted, ...]:
-        return (Wanted(RecentQueries, self.size),)
+        return (self.queries, *self.others)
 
     def scores(self, view: View) -> Tensor:
         """Return scores `[b, h, n]`."""
         heads = view.per_head()
-        attention_weights = [head.attention(head.newest_queries(*self.wants)).mean(dim=(2, 3)) for head in heads]
+        attention_weights = [head.attention(head.newest_queries(self.queries)).mean(dim=(2, 3)) for head in heads]
         return torch.cat(attention_weights, dim=1)
 
     def choose(self, scored: Scored, counts: int | Tensor) -> Tensor:
-        kept: Tensor = scored.view.memo[SHOTS, scored.view.heads.start]
+        kept: Tensor = scored.view.memo[KEPT, scored.view.heads.start]
         return kept
 
 
@@ -173,7 +207,54 @@ class BestShots(Allocator):
             """Store the mask of the pairs of kept shots for `choose`; return their number in each head."""
             view = own.view
             mask = kept.to(view.device)[shots_of(view, starts)]
-            view.memo[SHOTS, view.heads.start] = mask
+            view.memo[KEPT, view.heads.start] = mask
+            return mask.sum(dim=2)
+
+        return [item.share(mark) for item in scored]
+
+
+@dataclass(frozen=True)
+class BestGenerated(Allocator):
+    """Keep the pairs of the generated tokens of a row with the most attention in all layers and heads; see `ShotKVPress`."""
+
+    amount: Amount
+    """Share of the generated tokens that is evicted."""
+    recent: int
+    """Newest generated tokens that are always kept."""
+
+    decides = True
+
+    def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
+        del mean
+        view = scored[0].view
+        (row,) = view.rows
+        end = int(view.call.store.observers[END].tokens[row])
+        num_generated = view.seen - end
+        count = max(self.recent, self.amount.of(num_generated))
+        if count >= num_generated:
+            return [item.view.length for item in scored]
+
+        def fixed(own: Scored, _: int | Tensor) -> Tensor:
+            """Return the number of generated pairs of each head that cannot be evicted, `[b, h]`."""
+            whole, free = own.whole.positions >= end, own.view.positions >= end
+            return whole.sum(dim=2) - free.sum(dim=2)
+
+        count -= max(int(item.share(fixed).amax()) for item in scored)
+        scores = torch.zeros(num_generated, dtype=torch.float64)
+        is_stored = torch.zeros(num_generated, dtype=torch.bool)
+        for item in scored:
+            index = item.view.positions.flatten().cpu() - end
+            scores.index_add_(0, index[index >= 0], item.scores.flatten().double().cpu()[index >= 0])
+            is_stored[index[index >= 0]] = True
+        scores[num_generated - self.recent :] = torch.inf
+        kept = top(scores.masked_fill(~is_stored, -torch.inf), max(0, count)) & is_stored
+
+        def mark(own: Scored, _: int | Tensor) -> Tensor:
+            """Store the mask of all pairs but those of evicted tokens for `choose`; return their number in each head."""
+            view = own.view
+            index = view.positions - end
+            mask = (index < 0) | kept.to(view.device)[index.clamp_min(0)]
+            view.memo[KEPT, view.heads.start] = mask
             return mask.sum(dim=2)
 
         return [item.share(mark) for item in scored]

@@ -38,7 +38,8 @@ class SparseDLLMPress(ScorerPress):
     up to `block_length`. `kernel_size` is the odd number of neighbours that the maximum is taken over; 1 turns pooling off.
 
     Paper: Song et al., Sparse-dLLM: Accelerating Diffusion LLMs with Dynamic Cache Eviction, 2025, arXiv:2508.02558.
-    Differs from the paper: each row of a batch makes its own choice. The time of the eviction, after the second step of a
+    Differs from the paper: each row of a batch makes its own choice, and of neighbours that share a maximum the newest are
+    kept, where the authors' `topk` leaves the order open. The time of the eviction, after the second step of a
     block in the paper, is set by `full_steps` of `kvpress.diffuse`.
     """
 

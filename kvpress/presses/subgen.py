@@ -49,9 +49,10 @@ class SubGenPress(ScorerPress):
     together with generated pairs, and weigh as many pairs as they stand for.
 
     Paper: after Zandieh et al., SubGen: Token Generation in Sublinear Time and Memory, 2024, arXiv:2402.06082.
-    Differs from the paper: a centre carries the mean value of its cluster, where the paper samples keys of each cluster for
-    the denominator and pairs by the norm of their value for the numerator; the number of clusters is given, and not their
-    radius; clusters stay within blocks.
+    Differs from the paper: only its clusters are here, not its estimator. The paper samples keys of each cluster for the
+    denominator of the softmax, and other pairs by the norm of their value for the numerator; here one weighted pair for each
+    cluster serves both, so attention is read in one pass and is a mean of values, but the paper's error bound does not hold.
+    The number of clusters is given, and not their radius; clusters stay within blocks.
     """
 
     block_size: Count = 256

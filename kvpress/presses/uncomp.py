@@ -24,8 +24,8 @@ from kvpress.observe.view import View
 from kvpress.presses.head_shares import HeadShares
 from kvpress.presses.snapkv import SnapKVPress
 
-QUERY_HEADS = 32
-"""Query heads of the models that the authors chose their threshold for."""
+DROP = 1 / 75
+"""Relative fall of entropy: the authors' stages begin at a fall of 1, where their entropies of layers are about 75."""
 
 
 @register(
@@ -55,22 +55,24 @@ class UNCompPress(SnapKVPress):
 
         (1 - (1 - last_stage) * stage / last) * (1 + spread, or 1 - spread)
 
-    A new stage begins at a layer whose mean H over its query heads, times 32, is lower by more than `drop` than that of the
-    layer before. `last` is the number of the last stage, which gets `last_stage` of the budget of the first stage; the others
-    lie evenly in between. In a layer, the half of the heads with the larger H gets the factor 1 + `spread`, the other half 1 -
-    `spread`, and a head in the middle 1. Budget that exceeds a head's pairs goes to other heads; the total is met exactly.
+    A new stage begins at a layer whose mean H over its query heads is lower than that of the layer before by more than the
+    share `drop` of it. `last` is the number of the last stage, which gets `last_stage` of the budget of the first stage; the
+    others lie evenly in between. In a layer, the half of the heads with the larger H gets the factor 1 + `spread`, the other
+    half 1 - `spread`, and a head in the middle 1. Budget that exceeds a head's pairs goes to other heads; the total is met
+    exactly.
 
     Paper: after Xiong et al., UNComp: Can Matrix Entropy Uncover Sparsity? A Compressor Design from an Uncertainty-Aware
     Perspective, 2024, arXiv:2410.03090.
-    Differs from the paper: the authors sum H over the query heads, 32 in their models; here 32 times the mean stands for that
-    sum, so that `drop` is the same change in models with fewer heads. Entropies are those of the prompt, where the authors
-    measure them beforehand; stages shorten the cache of their layers, while hidden states are never dropped, so that prefill
-    is no faster; the mean of the budgets is the requested one; generated tokens are kept, unless inside `DecodingPress`.
+    Differs from the paper: the authors begin a stage at a fall of 1 of a sum over heads; that fall over their published sums
+    of about 75 is the default `drop`, which gives the stages of their 32 layers and serves any number of heads. Entropies are
+    those of the prompt, where the authors measure them beforehand; stages shorten the cache of their layers, while hidden
+    states are never dropped, so that prefill is no faster; the mean of the budgets is the requested one; generated tokens are
+    kept, unless inside `DecodingPress`.
     """
 
     window_size: Count = 32
     rank: Count = 32
-    drop: Annotated[float, Range(0)] = 1.0
+    drop: Share = DROP
     last_stage: Annotated[float, Range(0, 1, above=True)] = 0.5
     spread: Share = 1 / 3
     queries: Count = 512
@@ -131,7 +133,7 @@ class ByEntropy(HeadShares):
         layer_entropies = [
             torch.cat([e for e, view in zip(entropies, views, strict=True) if view.layer == at]) for at in layers
         ]
-        stages = self.stages([QUERY_HEADS * float(heads.mean()) for heads in layer_entropies])
+        stages = self.stages([float(heads.mean()) for heads in layer_entropies])
         stage = 1 - (1 - self.press.last_stage) * stages / stages.amax().clamp_min(1)
         weights = {
             at: factor * self.groups(heads.mean(dim=1))
@@ -148,7 +150,7 @@ class ByEntropy(HeadShares):
         """Return the stage of every layer, float64, counted from 0."""
         numbers = [0]
         for previous, current in itertools.pairwise(entropies):
-            numbers.append(numbers[-1] + (current - previous < -self.press.drop))
+            numbers.append(numbers[-1] + (previous - current > self.press.drop * previous))
         return torch.tensor(numbers, dtype=torch.float64)
 
     def groups(self, entropies: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ FITTED_BITS = (2, 3, 4)
 )
 @dataclass
 class AquaKVPress(CalibratedPress):
-    """Predict values from decoded keys, and store only the error of the prediction.
+    """Predict values from the decoded keys of the same layer, and store only the error of the prediction.
 
         keys      k' = level[d, code],                      nearest of `2**bits` levels fitted to channel d of the head
         values    v' = k' W + c + a * level[code] H^T,      codes of (v - k' W - c) H, a restores its norm
@@ -58,11 +58,12 @@ class AquaKVPress(CalibratedPress):
 
     Paper: after Shutova et al., Cache Me If You Must: Adaptive Key-Value Quantization for Large Language Models, 2025,
     arXiv:2501.19392.
-    Differs from the paper: nothing is predicted from the layer before, neither keys nor values, because layers and heads may
-    keep different pairs, and a layer would have to be decoded for the next; values are predicted from the keys of the same
-    head, where the paper uses the keys of all heads; prediction errors are encoded by levels of single channels, not by a
-    grid of vectors; keys are not predicted and have levels fitted to the model; all layers have the same bits unless `bits`
-    lists them.
+    Differs from the paper: its core, the prediction from the layer below, is not here. There, keys are predicted from the
+    decoded keys of that layer, and values from the decoded keys of their own layer and the decoded values below, with all
+    heads at once; here, values are predicted from the keys of the same head and layer, and keys are not predicted but have
+    levels fitted to the model. A chain of layers needs the same pairs in all heads and layers, which evictions by head break,
+    and every decode step would decode all pairs of all layers, which attention here never does. Prediction errors are encoded
+    by levels of single channels, not by a grid of vectors; all layers have the same bits unless `bits` lists them.
     """
 
     bits: Bits = 4

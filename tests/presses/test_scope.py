@@ -56,7 +56,7 @@ def test_generated_pairs_are_chosen_by_the_newest_query_and_the_prompt_stays(fam
     keys: dict[int, Tensor] = {}
     expected = [[[list[int]() for _ in range(2)] for _ in LENGTHS] for _ in model.model.layers]
     prompt = ids.shape[1]
-    num_steps = 0
+    cuts = set[int]()
 
     def note(call: Any) -> None:
         queries[call.layer.index] = call.queries[:, :, -1].double()
@@ -64,9 +64,6 @@ def test_generated_pairs_are_chosen_by_the_newest_query_and_the_prompt_stays(fam
         keys[call.layer.index] = torch.cat([keys[call.layer.index], new], dim=2) if call.layer.index in keys else new
 
     def replay(step: int, cache: DynamicCache) -> None:
-        nonlocal num_steps
-        num_steps += 1
-        cut = False
         for layer in full_layers(model):
             scale = cache.layers[layer].store is not None and model.model.layers[layer].self_attn.scaling
             for row, length in enumerate(LENGTHS):
@@ -75,9 +72,10 @@ def test_generated_pairs_are_chosen_by_the_newest_query_and_the_prompt_stays(fam
                     generated = expected[layer][row][head]
                     generated.append(prompt + step - 1)
                     limit = budget_behind(strategy, step)
-                    is_due = strategy != "discontinuous" or num_steps >= INTERVAL
+                    is_due = strategy != "discontinuous" or step % INTERVAL == 0
                     if is_due and len(generated) > limit:
-                        cut, seen = True, [*prompt_pairs, *generated]
+                        cuts.add(step)
+                        seen = [*prompt_pairs, *generated]
                         groups = queries[layer].shape[1] // 2
                         group_queries = queries[layer][row, head * groups : (head + 1) * groups]
                         logits = group_queries @ keys[layer][row, head, seen].T * scale
@@ -90,9 +88,10 @@ def test_generated_pairs_are_chosen_by_the_newest_query_and_the_prompt_stays(fam
                         generated[:] = sorted(ranked[: limit - RECENT]) + generated[-RECENT:]
                     kept_pairs = [at for at in positions(cache)[layer][row][head] if at >= prompt - length]
                     assert kept_pairs == prompt_pairs + generated, (layer, row, head, step)
-        num_steps = 0 if cut else num_steps
 
     follow_prompt(model, kvpress.get_press(spec(strategy)) + Watching(note), ids, mask, replay)
+    later = range(3 * INTERVAL, STEPS + 1, INTERVAL)
+    assert cuts == {"slide": {*range(9, 25)}, "adaptive": {8, *range(10, 25)}, "discontinuous": {*later}}[strategy]
     assert all(len(head) >= RECENT for layer in full_layers(model) for row in expected[layer] for head in row)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which shots stay, from eager attention; that they stay whole, in all layers and heads."""
+"""Shots that stay, from eager attention, whole and in all layers and heads; generated tokens, replayed token by token."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import DynamicCache
 
 import kvpress
@@ -14,8 +15,9 @@ from kvpress import ShotKVPress
 from kvpress.presses.shotkv import best_that_fit
 from kvpress.testing.oracle import decode_both
 from tests.caches import CODEC, generate, positions, prefill
-from tests.models import full_layers, tiny_model, tokens
+from tests.models import full_layers, grow, position_ids, tiny_model, tokens
 from tests.presses.test_scores import weights
+from tests.probes import Watching
 from tests.words import Words, batch_of, ids_of
 
 SEPARATOR, WINDOW = "<|im_start|>", 4
@@ -122,6 +124,99 @@ def test_the_best_that_fit() -> None:
     scores, sizes = torch.tensor([0.3, 0.9, 0.5, 0.4]), torch.tensor([2.0, 6.0, 5.0, 2.0])
     assert best_that_fit(scores, sizes, 10).tolist() == [True, True, False, True]
     assert best_that_fit(scores, sizes, 3).tolist() == [False, True, False, False]
+
+
+class Replay:
+    """Replay of the cuts of generated tokens in plain code: `kept[row]` are the positions that stay in all layers and heads."""
+
+    ratio, interval, recent = 0.4, 3, 2
+
+    def __init__(self, model: Any, rows: list[Tensor]) -> None:
+        self.model, self.layers = model, full_layers(model)
+        self.pads = [max(row.shape[1] for row in rows) - row.shape[1] for row in rows]
+        self.kept: list[list[int]] = [[] for _ in rows]
+        self.queries: dict[int, Tensor] = {}
+        self.keys: dict[int, Tensor] = {}
+        self.since = [0] * len(rows)
+        self.evicted = [0] * len(rows)
+
+    def note(self, call: Any) -> None:
+        """Store the queries and keys of all tokens so far, `[B, heads, n, D]`."""
+        for arrays, new in ((self.queries, call.queries), (self.keys, call.written[0])):
+            at = call.layer.index
+            arrays[at] = torch.cat([arrays[at], new.double()], dim=2) if at in arrays else new.double()
+
+    def attention(self, layer: int, row: int, pairs: list[int]) -> Tensor:
+        """Return the mean attention `[n]` of the newest queries on pairs of a row, summed over heads."""
+        attention, total = self.model.model.layers[layer].self_attn, torch.zeros(len(pairs), dtype=torch.float64)
+        queries, keys = self.queries[layer][row], self.keys[layer][row]
+        first = queries.shape[1] - WINDOW
+        for head, of_head in enumerate(queries):
+            for i in range(first, first + WINDOW):
+                visible = torch.tensor([at <= i for at in pairs])
+                logits = keys[head * len(keys) // len(queries), pairs] @ of_head[i] * attention.scaling
+                logits = logits.masked_fill(~visible, -torch.inf)
+                if hasattr(attention, "sinks"):
+                    logits = torch.cat([logits, attention.sinks[head].double()[None]])
+                total += logits.softmax(dim=0)[: len(pairs)] / WINDOW
+        return total
+
+    def step(self, prompt: int, at: int, shots: list[list[int]]) -> None:
+        """Read the token at column `at`; `shots[row]` are the columns of the prompt that stay."""
+        for row, kept in enumerate(self.kept):
+            kept.append(at)
+            self.since[row] += 1
+            count = max(self.recent, int((at + 1 - prompt) * (1 - self.ratio)))
+            if self.since[row] < self.interval or count >= at + 1 - prompt:
+                continue
+            pairs = [*shots[row], *kept]
+            scores = sum(self.attention(layer, row, pairs) for layer in self.layers)
+            worth = dict(zip(pairs, scores.tolist(), strict=True))
+            older = sorted(kept[: len(kept) - self.recent], key=lambda token: -worth[token])
+            kept[:] = sorted(older[: count - self.recent] + kept[len(kept) - self.recent :])
+            self.since[row] = 0
+            self.evicted[row] += 1
+
+
+@pytest.mark.parametrize("shot_ratio", [0.0, 0.5])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+def test_generated_tokens_with_the_most_attention_stay_in_all_layers_and_heads(family: str, shot_ratio: float) -> None:
+    model, (ids, mask) = tiny_model(family, "eager"), batch_of(*ROWS)
+    replay, prompt = Replay(model, ROWS), ids.shape[1]
+    settings = {"decode_ratio": replay.ratio, "interval": replay.interval, "recent": replay.recent}
+    cache = DynamicCache(config=model.config)
+    with (press(shot_ratio, **settings) + Watching(replay.note))(model):
+        model(ids, attention_mask=mask, past_key_values=cache, position_ids=position_ids(mask))
+        layer = replay.layers[0]
+        shots = [[at for at in heads[0] if at >= replay.pads[row]] for row, heads in enumerate(positions(cache)[layer])]
+        for step, new in enumerate(tokens(2, 14, seed=4).split(1, dim=1), start=1):
+            grown = grow(mask, step)
+            model(new, attention_mask=grown, past_key_values=cache, position_ids=position_ids(grown, 1))
+            replay.step(prompt, prompt + step - 1, shots)
+            for layer in replay.layers:
+                for row, heads in enumerate(positions(cache)[layer]):
+                    stored = [[at for at in head if at >= replay.pads[row]] for head in heads]
+                    assert stored == [shots[row] + replay.kept[row]] * 2, (step, layer, row)
+    assert replay.evicted == [4, 4]
+    assert [len(kept) for kept in replay.kept] == [9, 9]
+
+
+def test_the_ratio_of_generated_tokens_is_that_of_the_prompt_unless_given() -> None:
+    model, lengths = tiny_model("llama"), {}
+    for decode_ratio in (None, 0.0, 0.75):
+        with press(0.5, decode_ratio=decode_ratio, interval=4, recent=1)(model):
+            cache = generate(model, ROWS[0], max_new_tokens=17).past_key_values
+        lengths[decode_ratio] = [sum(at >= ROWS[0].shape[1] for at in head) for head in positions(cache)[0][0]]
+    assert lengths == {None: [8, 8], 0.0: [16, 16], 0.75: [4, 4]}
+
+
+def test_another_press_may_evict_the_generated_tokens_of_kept_shots() -> None:
+    scope = kvpress.ScopePress(budget=4, recent=2)
+    with pytest.raises(ValueError, match="one eviction while decoding for the same pairs"):
+        press(0.5) + scope
+    with (press(0.5, decode_ratio=0.0) + scope)(tiny_model("llama")):
+        cache = generate(tiny_model("llama"), ROWS[0], max_new_tokens=17).past_key_values
+    assert [sum(at >= ROWS[0].shape[1] for at in head) for head in positions(cache)[0][0]] == [4, 4]
 
 
 def test_bad_shots_are_refused() -> None:

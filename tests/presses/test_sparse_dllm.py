@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -25,8 +26,15 @@ def plain(queries: Tensor, keys: Tensor, kernel: int) -> Tensor:
     return torch.tensor([max(worth[max(0, t - reach) : t + reach + 1]) for t in range(length)])
 
 
+def best(worth: Tensor, count: int, tokens: Sequence[int]) -> list[int]:
+    """Return the `count` tokens of the largest worth, ascending; of pairs that share a maximum, the newest go first."""
+    ranked = sorted(zip(worth.tolist(), tokens, strict=True), reverse=True)
+    assert ranked[0][0] > ranked[-1][0]
+    return sorted(token for _, token in ranked[:count])
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("kernel", [1, 5])
+@pytest.mark.parametrize("kernel", [1, 3, 5])
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
 def test_pairs_kept_around_a_block_are_the_choice_of_plain_code(family: str, kernel: int, cache: Any) -> None:
     """The first layer's queries and keys are made by hand, from the tokens of the last pass over all of them."""
@@ -47,13 +55,10 @@ def test_pairs_kept_around_a_block_are_the_choice_of_plain_code(family: str, ker
         at = torch.arange(total)
         context = torch.cat([at[pads:first], at[end_of_block:]]) - pads
         worth = plain(queries[:, first - pads : stop - pads], keys[:, context], kernel)
-        count = int(len(context) * (1 - 0.6))
-        lowest = worth.sort(descending=True).values[count - 1]
-        assert len(kept_per_step[0][row][0]) == count + end_of_block - first
+        expected = best(worth, int(len(context) * (1 - 0.6)), context.tolist())
         for head in kept_per_step[0][row]:
-            chosen = {int(c) - pads for c in head if not first <= c < end_of_block}
-            assert {int(a) for a, w in zip(context, worth, strict=True) if w > lowest + 1e-4} <= chosen
-            assert chosen <= {int(a) for a, w in zip(context, worth, strict=True) if w >= lowest - 1e-4}
+            assert [int(c) - pads for c in head if not first <= c < end_of_block] == expected
+            assert [int(c) for c in head if first <= c < end_of_block] == list(range(first, end_of_block))
 
 
 def projections_by_hand(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,13 +86,9 @@ def test_behind_a_prompt_the_block_is_its_newest_tokens_and_stays() -> None:
     for row, length in enumerate((30, 22)):
         pads = 30 - length
         queries, keys = projections_by_hand(model, ids[row, pads:])
-        worth = plain(queries[:, -6:], keys[:, :-6], 3)
-        best = worth.topk(length // 2 - 6).values[-1]
+        expected = best(plain(queries[:, -6:], keys[:, :-6], 3), length // 2 - 6, range(length - 6))
         for head in kvpress.kept_positions(cache)[0][row]:
-            kept = (head[head < 30] - pads).tolist()
-            assert kept[-6:] == list(range(length - 6, length))
-            assert len(kept) == length // 2
-            assert all(worth[t] >= best - 1e-4 for t in kept[:-6])
+            assert (head[head < 30] - pads).tolist() == [*expected, *range(length - 6, length)]
 
 
 def test_a_block_that_the_press_does_not_hear_whole_is_refused() -> None:

@@ -316,6 +316,60 @@ def test_flex_prefill_covers_gamma_by_lines_or_tiles() -> None:
     assert float(tiles.sum()) < 0.95 * 2 * 4 * 30 * 31 / 2
 
 
+def fewest(scores: Tensor, share: float) -> set[int]:
+    """Return the indexes of the largest `scores [n]` whose sum reaches a share of the total."""
+    indexes, total = set(), 0.0
+    for index in scores.argsort(descending=True).tolist():
+        if total >= share * float(scores.sum()):
+            break
+        indexes.add(index)
+        total += float(scores[index])
+    return indexes
+
+
+def flex_prefill(queries: Tensor, keys: Tensor, press: kvpress.FlexPrefillPress) -> tuple[bool, set[tuple[int, int]]]:
+    """Return whether a head ranks tiles, and the tiles that it reads, for its `queries [T, D]` and `keys [T, D]`."""
+    block, count = press.block, len(keys) // press.block
+    attention = (queries @ keys.T * 0.25).masked_fill(torch.ones(len(keys), len(keys)).triu(1).bool(), -math.inf)
+    newest = attention.softmax(dim=1)[-block:]
+    means = [vectors.unflatten(0, (count, block)).mean(dim=1) for vectors in (queries, keys)]
+    estimates = (
+        (means[0] @ means[1].T * 0.25).masked_fill(torch.ones(count, count).triu(1).bool(), -math.inf).softmax(1)
+    )
+    true = newest.sum(dim=0).unflatten(0, (count, block)).sum(dim=1) / block
+    middle = (true + estimates[-1]) / 2
+    halves = [(p * (p / middle).log()).sum() / 2 for p in (true, estimates[-1])]
+    ranks_tiles = math.sqrt(float(sum(halves))) < press.tau
+    if ranks_tiles:
+        chosen = {divmod(index, count) for index in fewest(estimates.flatten() / count, press.gamma)}
+    else:
+        columns = fewest(newest.sum(dim=0), press.gamma)
+        distance = torch.arange(len(keys) - block, len(keys))[:, None] - torch.arange(len(keys))
+        diagonals = fewest(torch.stack([newest[distance == offset].sum() for offset in range(len(keys))]), press.gamma)
+        chosen = {(i, j) for i in range(count) for j in {column // block for column in columns}}
+        for offset in diagonals:
+            chosen |= {((key + offset) // block, key // block) for key in range(len(keys) - offset)}
+    nearest = -(-press.min_budget // block)
+    chosen |= {(i, j) for i in range(count) for j in range(count) if j == 0 or j > i - nearest}
+    return ranks_tiles, {(i, j) for i, j in chosen if j <= i}
+
+
+@pytest.mark.parametrize("gamma", [0.27, 0.63])
+def test_flex_prefill_reads_the_tiles_of_plain_code(gamma: float) -> None:
+    """Heads of small queries attend evenly, so that means estimate them well; those of large queries do not."""
+    inputs = prompt(160, 160)
+    inputs = replace(inputs, queries=inputs.queries * torch.tensor([0.05, 4.0, 0.3, 2.0])[:, None, None])
+    press = kvpress.FlexPrefillPress(gamma=gamma, tau=0.1, min_budget=16, block=8)
+    tiles = press.tiles(0, inputs).chosen
+    sizes: dict[bool, list[int]] = {True: [], False: []}
+    for row in range(2):
+        for head in range(4):
+            ranks_tiles, expected = flex_prefill(inputs.queries[row, head], inputs.keys[row, head // 2], press)
+            assert {(i, j) for i, j in tiles[row, head].nonzero().tolist() if j <= i} == expected, (row, head)
+            sizes[ranks_tiles].append(len(expected))
+    assert all(min(of_kind) < 0.9 * 20 * 21 / 2 for of_kind in sizes.values())
+
+
 def test_covering_is_the_smallest_set() -> None:
     scores = torch.tensor([[5.0, 1.0, 3.0, 1.0], [0.0, 0.0, 0.0, 0.0]])
     assert covering(scores, 0.5).tolist()[0] == [True, False, False, False]
