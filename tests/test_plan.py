@@ -111,6 +111,7 @@ SEALING = {
     "leank": "leank:0.5,calibration='{scales}',sink_size=4,recent_size=16,interval=16",
     "quest": "quest:budget=32,page_size=8,skip_layers=0",
     "sparq": "sparq:budget=32",
+    "pqcache": "pqcache:budget=32,bits=4",
     "infllm_v2": "infllm_v2:budget=48,block_size=8,kernel_size=8,stride=4,n_sink=8,n_recent=16",
     "loki": "loki:budget=32",
     "loopserve": "loopserve:budget=32,last=8,every=4",
