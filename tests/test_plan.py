@@ -116,6 +116,7 @@ SEALING = {
     "loki": "loki:budget=32",
     "loopserve": "loopserve:budget=32,last=8,every=4",
     "twilight": "twilight(quest:budget=32,page_size=8,skip_layers=0)",
+    "vattention": "vattention(quest:budget=32,page_size=8,skip_layers=0)",
     "offload": "offload(quest:budget=32,page_size=8,skip_layers=0)",
     "tidal_decode": "tidal_decode:budget=32,skip_layers=0",
     "double_sparsity": "double_sparsity:budget=32,skip_layers=0,calibration='{channels}'",

@@ -150,6 +150,11 @@ OF_METHOD: dict[tuple[str, str], tuple[Any, ...]] = {
         {"name": "quest", "budget": 12, "page_size": 4, "skip_layers": 0},
         {"name": "sparq", "budget": 0.5, "channels": 4, "mean_value": False},
     ),
+    ("vattention", "epsilon"): (0.5, 0.05),
+    ("vattention", "press"): (
+        {"name": "quest", "budget": 12, "page_size": 4, "skip_layers": 0},
+        {"name": "pqcache", "budget": 0.25, "bits": 3, "parts": 4},
+    ),
     ("offload", "press"): (
         {"name": "quest", "budget": 12, "page_size": 4, "skip_layers": 0},
         {"name": "loki", "budget": 0.25, "channels": 4, "skip_layers": 0},
