@@ -33,6 +33,8 @@ SELECTORS = {
     "sparq": "sparq:budget=12,channels=8",
     "blocks": "infllm_v2:budget=24,block_size=4,kernel_size=4,stride=2,n_sink=4,n_recent=8",
     "loki": "loki:budget=12,channels=8",
+    "codes of keys": "pqcache:budget=12,bits=3",
+    "with a sample": "vattention(loki:budget=12,channels=8):epsilon=0.5",
     "by turns": "loopserve:budget=12,coverage=1.0,last=8,every=4",
 }
 EVICTING = {

@@ -36,10 +36,13 @@ class Logits:
 
         A pair with `log_weight [..., T]` counts as `exp(log_weight)` equal pairs.
         """
-        logits = multiply(queries.to(keys.dtype), keys.transpose(-1, -2)).float() * self.scale
-        if self.softcap is not None:
-            logits = torch.tanh(logits / self.softcap) * self.softcap
+        logits = self.of_products(multiply(queries.to(keys.dtype), keys.transpose(-1, -2)).float())
         return logits if log_weight is None else logits + log_weight.unsqueeze(-2)
+
+    def of_products(self, products: Tensor) -> Tensor:
+        """Return the logits of float32 `products` q . k of any shape, without log-weights."""
+        logits = products * self.scale
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
 
 def attend(

@@ -28,6 +28,11 @@ class Chosen:
     counts: Tensor
     """Number of rows `[Q * N]`, int64."""
 
+    @property
+    def is_filled(self) -> Tensor:
+        """Entries of `rows` that are chosen pairs, bool `[Q * N, K]`."""
+        return torch.arange(self.rows.shape[1], device=self.rows.device) < self.counts[:, None]
+
     def of_tokens(self, streams: slice) -> Chosen:
         """Return the selection of some query streams."""
         return Chosen(self.rows[streams], self.counts[streams])

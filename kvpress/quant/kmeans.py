@@ -12,11 +12,13 @@ SAMPLE = 16
 """Sampled points per centroid for the initialisation; more points only make it slower."""
 
 
-def kmeans(points: Tensor, weights: Tensor, entries: int, iterations: int, seed: int) -> tuple[Tensor, list[float]]:
+def kmeans(
+    points: Tensor, weights: Tensor, entries: int, iterations: int, seed: int, spread: bool = True
+) -> tuple[Tensor, list[float]]:
     """Fit `entries` centroids to each of P sets of points: minimise ``sum weight * |point - centroid|**2``.
 
-    Starts from k-means++ on a sample, and stops early once the sum improves by less than a ten-thousandth. Centroids that
-    lose all their points move to the points with the largest weighted distances.
+    Starts from k-means++ on a sample, or from random points, and stops early once the sum improves by less than a
+    ten-thousandth. Centroids that lose all their points move to the points with the largest weighted distances.
 
     Args:
         points: float32 [P, n, c].
@@ -24,13 +26,19 @@ def kmeans(points: Tensor, weights: Tensor, entries: int, iterations: int, seed:
         entries: number of centroids; points are repeated if there are fewer distinct points.
         iterations: maximum number of rounds of Lloyd's algorithm.
         seed: random seed of the initialisation.
+        spread: whether to start from k-means++; False starts from random points, the same numbers in every set, which is
+            faster.
 
     Returns:
         Centroids, float32 [P, entries, c], and the objective summed over all sets before each round.
     """
     generator = torch.Generator().manual_seed(seed)
-    sample = torch.randperm(points.shape[1], generator=generator)[: SAMPLE * entries].to(points.device)
-    centroids = _spread(points[:, sample], weights[:, sample], entries, generator)
+    order = torch.randperm(points.shape[1], generator=generator).to(points.device)
+    if spread:
+        sample = order[: SAMPLE * entries]
+        centroids = _spread(points[:, sample], weights[:, sample], entries, generator)
+    else:
+        centroids = points[:, order[torch.arange(entries, device=order.device) % len(order)]]
     history: list[float] = []
     for _ in range(iterations):
         nearest, distance = assign(points, centroids)

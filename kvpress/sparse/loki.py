@@ -4,15 +4,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kvpress.cache.segment import read_keys
-from kvpress.cache.storage import Held, per_stream
 from kvpress.cache.store import KVStore
 from kvpress.core import calibration as calibration
 from kvpress.core.checks import Count, Size
@@ -22,6 +19,7 @@ from kvpress.core.registry import Refusal, register
 from kvpress.core.selector import Budget
 from kvpress.sparse.base import SelectorPress
 from kvpress.sparse.labels import LabelSelector
+from kvpress.sparse.stream_tables import fitted_tables, spaced_keys
 
 METHOD = "loki"
 FIT_PAIRS = 4096
@@ -97,36 +95,6 @@ def _shapes(layer: LayerFacts) -> dict[str, tuple[int, ...]]:
     return dict.fromkeys(("rotated", "unrotated"), (layer.kv_heads, layer.head_dim, layer.head_dim))
 
 
-@dataclass(eq=False)
-class KeyBasis(Held):
-    """Directions of the keys of every stream that has sealed pairs."""
-
-    directions: Annotated[Tensor, per_stream("codec state")]
-    """Columns by falling variance, `[N, D, r]`, float32; zeros for a stream without pairs."""
-    known: tuple[bool, ...]
-    """Streams whose directions are fitted."""
-    heads: int
-    """KV heads H, the streams of a row."""
-
-    def select_rows(self, rows: Tensor) -> None:
-        """Keep the batch rows `rows`, in that order."""
-        streams = [row * self.heads + head for row in rows.tolist() for head in range(self.heads)]
-        self.directions = self.directions[streams]
-        self.known = tuple(self.known[n] for n in streams)
-
-    def joined(self, states: Sequence[KeyBasis | None], rows: Sequence[int]) -> KeyBasis:
-        """Return the directions of the rows of all `states`; None stands for the given number of rows without any."""
-        without = [self.directions.new_zeros(count * self.heads, *self.directions.shape[1:]) for count in rows]
-        directions = [
-            empty if state is None else state.directions for state, empty in zip(states, without, strict=True)
-        ]
-        known = [
-            (False,) * len(empty) if state is None else state.known
-            for state, empty in zip(states, without, strict=True)
-        ]
-        return KeyBasis(torch.cat(directions), tuple(fitted for each in known for fitted in each), self.heads)
-
-
 class LokiSelector(LabelSelector):
     """Selects pairs by the principal components of their keys; see `LokiPress`."""
 
@@ -161,39 +129,19 @@ class LokiSelector(LabelSelector):
 
     def _fitted(self, store: KVStore) -> Tensor:
         """Return the basis `[N, D, r]` of every stream, fitted when its first pairs are sealed."""
-        key = f"loki {self.channels}"
-        state: KeyBasis | None = store.codec_state.get(key)
-        if state is not None and all(state.known):
-            return state.directions
-        counts = [sum(lengths) for lengths in zip(*(segment.layout.lengths for segment in store.segments), strict=True)]
-        is_fitted = [False] * len(counts) if state is None else list(state.known)
-        streams = [n for n, length in enumerate(counts) if length and not is_fitted[n]]
-        if state is None or streams:
-            dim = store.window.keys.shape[3]
-            empty = torch.zeros(len(counts), dim, self.label_channels(dim), device=store.segments[0].device)
-            directions = (empty if state is None else state.directions).index_copy(
-                0, torch.tensor(streams, device=empty.device), main_directions(store, streams, counts, empty.shape[2])
-            )
-            state = KeyBasis(
-                directions, tuple(fitted or n in streams for n, fitted in enumerate(is_fitted)), store.heads
-            )
-            store.codec_state[key] = state
-        return state.directions
+        dim = store.window.keys.shape[3]
+        channels = self.label_channels(dim)
+
+        def fit(stream: int, count: int) -> Tensor:
+            return main_directions(spaced_keys(store, stream, count, FIT_PAIRS), channels)
+
+        return fitted_tables(store, f"loki {self.channels}", (dim, channels), fit).tables
 
 
-def main_directions(store: KVStore, streams: list[int], counts: list[int], channels: int) -> Tensor:
-    """Return the directions `[S, D, channels]` of the largest variance of the sealed keys of some streams, float32.
-
-    Stream n has `counts[n]` pairs, of which at most `FIT_PAIRS` evenly spaced ones are used.
-    """
-    directions = []
-    for n in streams:
-        count = min(FIT_PAIRS, counts[n])
-        ranks = torch.arange(count) * counts[n] // count
-        keys = read_keys(store.segments, torch.tensor([n]), ranks[None])[0].double()
-        keys = keys - keys.mean(dim=0)
-        directions.append(principal(keys.T @ keys)[:, :channels])
-    return torch.stack(directions).float()
+def main_directions(keys: Tensor, channels: int) -> Tensor:
+    """Return the directions `[D, channels]` of the largest variance of `keys [n, D]`, float32."""
+    centred = keys.double() - keys.double().mean(dim=0)
+    return principal(centred.T @ centred)[:, :channels].float()
 
 
 def principal(scatter: Tensor) -> Tensor:

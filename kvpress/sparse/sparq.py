@@ -104,7 +104,7 @@ class SparQSelector(Selector):
             return None
         chosen: list[Chosen] = []
         for segment, pairs, estimate in zip(segments, best, logits, strict=True):
-            real = torch.arange(pairs.rows.shape[1], device=pairs.rows.device) < pairs.counts[:, None]
+            real = pairs.is_filled
             ranks = (pairs.rows - spans_of(segment.layout, pairs.rows)[0][:, None]) * real
             shares = (estimate.gather(2, ranks[:, None].expand(-1, estimate.shape[1], -1)) - total).exp()
             chosen.append(Shared(pairs.rows, pairs.counts, (shares * real[:, None]).sum(2)))

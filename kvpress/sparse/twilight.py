@@ -10,17 +10,14 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from kvpress.cache.codec import Codec
 from kvpress.cache.segment import Segment
 from kvpress.cache.selection import Chosen, Selection
 from kvpress.cache.store import KVStore
 from kvpress.core.checks import Range
-from kvpress.core.model import ModelFacts
-from kvpress.core.press import BasePress
-from kvpress.core.recipe import Recipe
 from kvpress.core.registry import Refusal, register
 from kvpress.core.selector import Selector, spans_of
 from kvpress.observe.call import LayerCall
+from kvpress.sparse.around import SelectorAround, SelectorWrapperPress
 from kvpress.sparse.labels import Labels
 
 COPY = "twilight"
@@ -41,7 +38,7 @@ COPY = "twilight"
     ),
 )
 @dataclass
-class TwilightPress(BasePress):
+class TwilightPress(SelectorWrapperPress):
     """Read the fewest pairs that hold the share `p` of the attention to the pairs of another selector.
 
         w = softmax over the chosen pairs t of scale * q . k'_t,    read the largest w until their sum reaches p
@@ -57,63 +54,26 @@ class TwilightPress(BasePress):
     chosen sealed pairs; the inner selector decides which layers read everything (`skip_layers`).
     """
 
-    press: BasePress
     p: Annotated[float, Range(0, 1, above=True)] = 0.85
     bits: Literal[2, 4, 8] = 4
 
-    def validate(self) -> None:
-        super().validate()
-        if not isinstance(self.press, BasePress):
-            raise TypeError(
-                f"TwilightPress needs a selector, such as QuestPress(budget=1024), got {type(self.press).__name__}"
-            )
-        self.press.validate()
-        self.recipe()
-
-    def recipe(self, model: ModelFacts | None = None) -> Recipe:
-        inner, name = self.press.recipe(model), type(self.press).__name__
-        choose = inner.selector
-        if choose is None or inner.codec is not None or inner.evictions or inner.offloads:
-            raise TypeError(
-                f"TwilightPress needs a selector alone, such as QuestPress(budget=1024), got {name}; write presses that evict, "
-                "encode or offload outside of it"
-            )
-
-        def at(layer: int) -> Selector | None:
-            selector = choose(layer)
-            if selector is None:
-                return None
-            if selector.adds or type(selector).after is not Selector.after:
-                reason = (
-                    "adds an estimate of the unread pairs" if selector.adds else "needs layers that read everything"
-                )
-                raise TypeError(f"TwilightPress cannot prune the pairs of {name}, which {reason}")
-            return TwilightSelector(selector, self.p, self.bits)
-
-        if model is not None:
-            for layer in model.growing:
-                at(layer.index)
-        return Recipe(selector=at, pattern=inner.pattern, observers=inner.observers, hooks=inner.hooks)
+    def around(self, selector: Selector) -> TwilightSelector:
+        return TwilightSelector(selector, self.p, self.bits)
 
 
-class TwilightSelector(Selector):
+class TwilightSelector(SelectorAround):
     """Prunes the pairs that another selector chooses; see `TwilightPress`."""
 
     def __init__(self, inner: Selector, share: float, bits: int) -> None:
-        self.inner, self.share, self.bits = inner, share, bits
-        self.unit, self.score_bytes = inner.unit, inner.score_bytes + inner.unit * 1024
-
-    @property
-    def sealing(self) -> Codec:  # type: ignore[override]
-        """Sealing of the inner selector."""
-        return self.inner.sealing
+        super().__init__(inner, 1024)
+        self.share, self.bits = share, bits
 
     def index_bytes(self, pairs: int, dim: int, dtype: torch.dtype) -> float:
         parameter = 4 if dtype == torch.float32 else 2
-        return self.inner.index_bytes(pairs, dim, dtype) + pairs * (dim * self.bits / 8 + 2 * parameter)
+        return super().index_bytes(pairs, dim, dtype) + pairs * (dim * self.bits / 8 + 2 * parameter)
 
     def prepare(self, store: KVStore) -> None:
-        self.inner.prepare(store)
+        super().prepare(store)
         for segment in store.segments:
             self._copy(segment)
 
@@ -148,7 +108,7 @@ class TwilightSelector(Selector):
         keys = self._copy(segment).rows.read(rows.flatten()).view(*rows.shape, -1)
         weight = None if segment.log_weight is None else segment.log_weight[rows]
         logits = call.logits(queries.float(), keys, weight)
-        return logits.masked_fill(~_real(chosen)[:, None], -torch.inf)
+        return logits.masked_fill(~chosen.is_filled[:, None], -torch.inf)
 
     def _forced(self, segments: Sequence[Segment], chosen: Sequence[Chosen]) -> list[Tensor]:
         """Mark the chosen pairs that are always read, bool `[q * N, K]` of every segment."""
@@ -159,7 +119,7 @@ class TwilightSelector(Selector):
         base, masks = torch.zeros_like(total), []
         for (start, length), pairs in zip(spans, chosen, strict=True):
             rank = pairs.rows - (start - base)[:, None]
-            masks.append(((rank < first) | (rank >= (total - last)[:, None])) & _real(pairs))
+            masks.append(((rank < first) | (rank >= (total - last)[:, None])) & pairs.is_filled)
             base = base + length
         return masks
 
@@ -184,11 +144,6 @@ def _everything(segment: Segment, queries: Tensor) -> Chosen:
     starts, lengths = spans_of(segment.layout, queries)
     rank = torch.arange(segment.layout.longest, device=queries.device)
     return Chosen((starts[:, None] + rank).masked_fill(rank >= lengths[:, None], 0), lengths)
-
-
-def _real(chosen: Chosen) -> Tensor:
-    """Mark the entries of `chosen.rows` that are chosen pairs, not filling."""
-    return torch.arange(chosen.rows.shape[1], device=chosen.rows.device) < chosen.counts[:, None]
 
 
 def _narrow(chosen: Chosen, kept: Tensor) -> Chosen:

@@ -384,12 +384,15 @@ def check_all_pairs(press: BasePress, model: Any, name: str) -> None:
 
 
 def with_budget(press: BasePress) -> BasePress:
-    """Return the press, its selector with a budget of all pairs; unchanged if it has no field `budget`."""
+    """Return the press, its selector with a budget of all pairs, also inside a wrapper; unchanged without a field `budget`."""
     if isinstance(press, ComposedPress):
         return ComposedPress([with_budget(part) for part in press.presses])
+    selecting: Any = press
+    if press.recipe().selector is not None and isinstance(getattr(press, "press", None), BasePress):
+        wrapper: BasePress = replace(selecting, press=with_budget(selecting.press))
+        return wrapper
     if press.recipe().selector is None or not hasattr(press, "budget"):
         return press
-    selecting: Any = press
     generous: BasePress = replace(selecting, budget=ALL_PAIRS)
     return generous
 

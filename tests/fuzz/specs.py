@@ -140,12 +140,20 @@ OF_METHOD: dict[tuple[str, str], tuple[Any, ...]] = {
     ("loki", "budget"): (12, 0.25),
     ("loki", "channels"): (4, 8),
     ("loki", "keys"): ("rotated",),
+    ("pqcache", "budget"): (12, 0.25),
+    ("pqcache", "parts"): (2, 4),
+    ("pqcache", "bits"): (3, 5),
     ("sparq", "budget"): (12, 0.25),
     ("sparq", "channels"): (4, 8),
     ("twilight", "p"): (0.5, 0.9),
     ("twilight", "press"): (
         {"name": "quest", "budget": 12, "page_size": 4, "skip_layers": 0},
         {"name": "sparq", "budget": 0.5, "channels": 4, "mean_value": False},
+    ),
+    ("vattention", "epsilon"): (0.5, 0.05),
+    ("vattention", "press"): (
+        {"name": "quest", "budget": 12, "page_size": 4, "skip_layers": 0},
+        {"name": "pqcache", "budget": 0.25, "bits": 3, "parts": 4},
     ),
     ("offload", "press"): (
         {"name": "quest", "budget": 12, "page_size": 4, "skip_layers": 0},

@@ -41,6 +41,7 @@ ALONE = {
     "composed": "knorm:0.5 + tova:0.5",
     "budgeted": "budgeted(snapkv:window_size=4):smaller=8",
     "twilight": "twilight(quest:budget=16,page_size=4,skip_layers=0):p=0.5",
+    "vattention": "vattention(quest:budget=16,page_size=4,skip_layers=0):epsilon=0.5",
     "offload": "offload(quest:budget=16,page_size=4,skip_layers=0)",
 }
 

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 import kvpress
 from kvpress.calibrate import KeyDirectionSettings, calibrate
 from kvpress.core import calibration as calibration
-from kvpress.sparse.loki import KeyBasis
+from kvpress.sparse.stream_tables import StreamTables
 from tests.models import padded_batch, tiny_model, tokens
 from tests.sparse.selecting import build, read_at_a_step
 
@@ -48,21 +48,22 @@ def test_directions_are_fitted_to_the_first_sealed_pairs_of_a_row() -> None:
     with press(model):
         model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=4, do_sample=False)
         store = cache.layers[1].store
-        early: KeyBasis = store.codec_state["loki 8"]
-        assert early.known == (True, True, False, False)
-        before, sealed = early.directions.clone(), stored(cache.layers[1], 1)
+        early: StreamTables = store.codec_state["loki 8"]
+        assert early.fitted_pairs == (128, 128, 0, 0)
+        before, sealed = early.tables.clone(), stored(cache.layers[1], 1)
     grown = torch.cat([mask, torch.ones(2, 3, dtype=mask.dtype)], dim=1)
     with press(model):
         more = torch.cat([grown, torch.ones(2, 60, dtype=mask.dtype)], dim=1)
         model(tokens(2, 60, seed=5), attention_mask=more, past_key_values=cache)
-    late: KeyBasis = copy.deepcopy(store.codec_state["loki 8"])
-    assert late.known == (True,) * 4
-    assert torch.equal(late.directions[:2], before[:2])
+    late: StreamTables = copy.deepcopy(store.codec_state["loki 8"])
+    assert late.fitted_pairs[:2] == early.fitted_pairs[:2]
+    assert min(late.fitted_pairs) > 0
+    assert torch.equal(late.tables[:2], before[:2])
     for n, keys in {1: sealed, 3: stored(cache.layers[1], 3)[:64]}.items():
-        overlap = directions(keys, 8).T @ late.directions[n].double()
+        overlap = directions(keys, 8).T @ late.tables[n].double()
         torch.testing.assert_close(overlap.abs(), torch.eye(8, dtype=torch.float64), atol=1e-4, rtol=0)
     cache.reorder_cache(torch.tensor([1, 0]))
-    assert torch.equal(store.codec_state["loki 8"].directions, late.directions[[2, 3, 0, 1]])
+    assert torch.equal(store.codec_state["loki 8"].tables, late.tables[[2, 3, 0, 1]])
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "phi3", "gpt_oss"])

@@ -33,6 +33,8 @@ SELECTORS = {
         "double_sparsity:budget={budget},skip_layers=0,calibration={channels},reduce=sum,n_sink=4,n_recent=8"
     ),
     "directions": "loki:budget={budget},channels=8,label_bits=16",
+    "codes": "pqcache:budget={budget},bits=4",
+    "codes, forced": "pqcache:budget={budget},parts=4,bits=6,n_sink=4,n_recent=8",
 }
 every_selector = pytest.mark.parametrize("spec", SELECTORS.values(), ids=SELECTORS)
 every_storage = pytest.mark.parametrize("storage", STORAGE)
@@ -255,6 +257,7 @@ def reference() -> tuple[Any, list[Tensor]]:
         ("tidal_decode:budget={},skip_layers=1,reselect_layer=3,heads=query", 0.0),
         ("double_sparsity:budget={},skip_layers=0", 0.5),
         ("double_sparsity:budget={},skip_layers=0,label_bits=16", 0.5),
+        ("pqcache:budget={}", 0.5),
     ],
 )
 def test_chosen_pairs_hold_more_attention_than_random_ones(
