@@ -37,6 +37,7 @@ EXAMPLES = {
     "tune": "kvpress tune --model reference --smaller 10 --max-drop 1 --lengths 1024 --out best",
     "fidelity": "kvpress fidelity --model reference --press kivi:bits=2 --press snapkv:0.5 --layers",
     "recall": "kvpress recall --model reference --press kivi:bits=2 --press snapkv:0.5 --contexts 20 --out recall.json",
+    "leaderboard": "kvpress leaderboard runs/first --out results",
     "report": "kvpress report runs/first --out report.html",
     "show": "kvpress show --model reference --press snapkv:0.5 --text text.txt --out show.html",
     "serve": "kvpress serve --model reference --press kivi:bits=4 --press none --memory 4GB --port 8000",
