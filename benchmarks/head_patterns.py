@@ -3,7 +3,7 @@
 
     PYTHONPATH=.:eval python -m benchmarks.head_patterns [--texts 8] [--length 1024] [--block 16]
 
-Patterns are those of `kvpress calibrate --method minference`, calibrated on other texts than the reference model reads here.
+Patterns are those of `kvpress calibrate minference`, calibrated on other texts than the reference model reads here.
 Printed is the mean divergence of its next-token distributions from those of full attention, for patterns that read the same
 share of the pairs, and for `zipvl` with and without `wide`, which reads more.
 """

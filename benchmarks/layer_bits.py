@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bits per layer of `kvpress calibrate --method bits` against the same bits in every layer.
+"""Bits per layer of `kvpress calibrate bits` against the same bits in every layer.
 
     PYTHONPATH=.:eval python -m benchmarks.layer_bits [--texts 16] [--tokens 128]
 

@@ -29,7 +29,7 @@ NOTE = "<!-- Written by docs/generate.py from the code. -->"
 EXAMPLES = {
     "list": "kvpress list",
     "plan": "kvpress plan --model reference --context 100000 --memory 100MB --press none --press kivi:bits=4",
-    "calibrate": "kvpress calibrate --model reference --method expected_attention --data text.jsonl --out stats.safetensors",
+    "calibrate": "kvpress calibrate expected_attention --model reference --data text.jsonl --out stats.safetensors",
     "compress": "kvpress compress --model reference --press frontier:smaller=10 --text text.txt --out text.kv",
     "ask": 'kvpress ask --model reference --cache text.kv "What is the code for tiger?" "What is the code for otter?"',
     "info": "kvpress info text.kv",
@@ -37,6 +37,7 @@ EXAMPLES = {
     "tune": "kvpress tune --model reference --smaller 10 --max-drop 1 --lengths 1024 --out best",
     "fidelity": "kvpress fidelity --model reference --press kivi:bits=2 --press snapkv:0.5 --layers",
     "recall": "kvpress recall --model reference --press kivi:bits=2 --press snapkv:0.5 --contexts 20 --out recall.json",
+    "leaderboard": "kvpress leaderboard runs/first --out results",
     "report": "kvpress report runs/first --out report.html",
     "show": "kvpress show --model reference --press snapkv:0.5 --text text.txt --out show.html",
     "serve": "kvpress serve --model reference --press kivi:bits=4 --press none --memory 4GB --port 8000",
@@ -218,7 +219,9 @@ def suites_page(entries: Sequence[Entry]) -> str:
 
 
 def command_page(name: str, command: Any) -> str:
-    """Return usage and options of one command, from its own help."""
+    """Return usage and options of one command, from its own help; of a group, those of its subcommands."""
+    if isinstance(command, typer.core.TyperGroup):
+        return group_page(name, command)
     required = "".join(f" {_usage(option)}" for option in command.params if option.required)
     guide = DOCS / f"{name}.md"
     if isinstance(command, WithDefaults):
@@ -240,6 +243,28 @@ def command_page(name: str, command: Any) -> str:
         ]
     if command.epilog:
         parts.append(command.epilog)
+    return "\n\n".join(parts)
+
+
+def group_page(name: str, group: Any) -> str:
+    """Return the options that all subcommands of a group have, and for each of them its own."""
+    context = typer.Context(group)
+    commands = {sub: group.get_command(context, sub) for sub in group.list_commands(context)}
+    options = {sub: [_option(option) for option in command.params] for sub, command in commands.items()}
+    common = [row for row in next(iter(options.values())) if all(row in rows for rows in options.values())]
+    columns = ("option", "default", "meaning")
+    parts = [
+        f"# kvpress {name}",
+        NOTE,
+        inspect.cleandoc(group.help or ""),
+        f"```\nkvpress {name} METHOD [OPTIONS]\n```",
+        f"For example:\n\n```bash\n{EXAMPLES[name]}\n```",
+        "## Options of all methods",
+        _table(columns, common),
+    ]
+    for sub, command in commands.items():
+        own = [row for row in options[sub] if row not in common]
+        parts += [f"## {sub}", inspect.cleandoc(command.help or ""), *([_table(columns, own)] if own else [])]
     return "\n\n".join(parts)
 
 

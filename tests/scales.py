@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of random channel scales, as `kvpress calibrate --method leank` writes them."""
+"""Files of random channel scales, as `kvpress calibrate leank` writes them."""
 
 from __future__ import annotations
 

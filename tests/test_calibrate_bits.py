@@ -108,7 +108,7 @@ def test_files_of_another_model_or_method_and_unsupported_widths_are_refused(tab
     with pytest.raises(ValueError, match="differs from this model"), low(tiny_model("qwen3")):
         pass
     with pytest.raises(
-        FileNotFoundError, match=r"no calibration file 'nowhere.safetensors'; make it with .*--method bits"
+        FileNotFoundError, match=r"no calibration file 'nowhere.safetensors'; make it with .*calibrate bits"
     ):
         kvpress.get_press("kivi:bits='nowhere.safetensors'")
     books = tmp_path / "books.safetensors"
@@ -143,7 +143,7 @@ def test_the_command_writes_bits_that_are_better_than_the_reverse_order(tmp_path
     data = tmp_path / "text.txt"
     data.write_text(" The code for tiger is 4837. The old river runs. The price of corn is 5071." * 60)
     out = tmp_path / "bits.safetensors"
-    arguments = ["calibrate", "--model", "reference", "--method", "bits", "--data", str(data), "--out", str(out)]
+    arguments = ["calibrate", "bits", "--model", "reference", "--data", str(data), "--out", str(out)]
     refused = CliRunner().invoke(app, [*arguments, "--widths", "2,x"])
     assert refused.exit_code
     assert "widths must be integers with commas" in refused.output

@@ -184,31 +184,10 @@ def test_the_command_trains_gates(tmp_path: Path) -> None:
     out = tmp_path / "heads.tsv"
     data = Path(kvpress.__file__).parent / "data" / "reference" / "calibration.jsonl"
     arguments = [
-        "calibrate",
-        "--model",
-        "reference",
-        "--data",
-        str(data),
-        "--method",
-        "duo_attention",
-        "--out",
-        str(out),
-    ]
-    sizes = [
-        "--steps",
-        "1",
-        "--answer",
-        "8",
-        "--sink-size",
-        "2",
-        "--recent-size",
-        "8",
-        "--tokens",
-        "64",
-        "--sequences",
-        "1",
-    ]
-    result = CliRunner().invoke(app, [*arguments, *sizes])
+        "calibrate", "duo_attention", "--model", "reference", "--data", str(data), "--out", str(out), "--steps", "1",
+        "--answer", "8", "--sink-size", "2", "--recent-size", "8", "--tokens", "64", "--sequences", "1",
+    ]  # fmt: skip
+    result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert read_head_table(str(out)).values.shape == (4, 2)
 

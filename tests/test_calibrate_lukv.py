@@ -170,7 +170,7 @@ def test_the_reference_model_has_a_curve_for_the_default_press() -> None:
 
 def test_the_command_writes_a_curve(tmp_path: Path) -> None:
     out = tmp_path / "curve.safetensors"
-    arguments = ["calibrate", "--model", "reference", "--data", str(DATA), "--method", "lukv", "--out", str(out)]
+    arguments = ["calibrate", "lukv", "--model", "reference", "--data", str(DATA), "--out", str(out)]
     result = CliRunner().invoke(app, [*arguments, "--press", "keydiff", "--tokens", "64", "--sequences", "2"])
     assert result.exit_code == 0, result.output
     model, _ = kvpress.load_model("reference")

@@ -92,7 +92,7 @@ def refused(method: str, path: Path, *words: str) -> None:
         kvpress.get_press(SPECS[method].format(path))(tiny_model("llama")),
     ):
         pytest.fail("the press was installed")
-    for word in (*words, f"kvpress calibrate --method {method} --model ... --data ... --out {path}"):
+    for word in (*words, f"kvpress calibrate {method} --model ... --data ... --out {path}"):
         assert word in str(raised.value)
 
 

@@ -34,7 +34,7 @@ def test_a_wrong_device_is_wrong_input_of_a_command() -> None:
     )
     assert done.exit_code == 3  # the missing file comes first
     done = CliRunner().invoke(
-        app, ["calibrate", "--model", "reference", "--data", "a.txt", "--out", "b", "--device", "gpu"]
+        app, ["calibrate", "cq", "--model", "reference", "--data", "a.txt", "--out", "b", "--device", "gpu"]
     )
     assert done.exit_code == 2
 

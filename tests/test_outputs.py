@@ -25,8 +25,7 @@ SENTENCE = " The code for tiger is 4837. The old river runs."
 READING = ("--model", "reference", "--text", "{text}")
 COMMANDS: dict[str, tuple[str, ...]] = {
     "compress": ("compress", *READING, "--press", "knorm:0.5"),
-    "calibrate": ("calibrate", "--model", "reference", "--data", "{text}", "--method", "qfilter", "--sequences", "1",
-                  "--tokens", "16"),
+    "calibrate": ("calibrate", "qfilter", "--model", "reference", "--data", "{text}", "--sequences", "1", "--tokens", "16"),
     "show": ("show", *READING, "--press", "knorm:0.5", "--tokens", "40"),
     "fidelity": ("fidelity", *READING, "--press", "knorm:0.5", "--context", "32", "--tokens", "4", "--samples", "1"),
     "reselect": ("reselect", *READING, "--budget", "8", "--skip-layers", "1", "--context", "32", "--tokens", "4",
@@ -109,7 +108,7 @@ def test_weights_of_the_model_are_inputs_too(text: Path, tmp_path: Path) -> None
 
 def test_files_beside_a_table_of_heads_are_kept_too(text: Path, tmp_path: Path) -> None:
     (tmp_path / "heads.json").write_text("{}")
-    arguments = ("--model", "reference", "--data", "{text}", "--method", "kvzip_heads")
+    arguments = ("kvzip_heads", "--model", "reference", "--data", "{text}")
     done = run(text, "calibrate", *arguments, "--out", str(tmp_path / "heads.tsv"))
     assert done.exit_code == 2
     assert "heads.json exists" in printed(done)

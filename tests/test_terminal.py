@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 import kvpress
-from kvpress.core.listing import ListedPress, _files, _read
+from kvpress.core.listing import ListedPress, _read, files_of
 from kvpress.core.registry import ORDER, PACKAGES
 from kvpress.terminal import Name
 
@@ -18,7 +18,7 @@ LONG = "compactor:0.75 + kivi:bits=4,residual_length=32 + quest:budget=128"
 
 
 def test_the_list_is_the_registry() -> None:
-    read = [line for package in PACKAGES for path in _files(package) for line in _read(path)]
+    read = [line for package in PACKAGES for path in files_of(package) for line in _read(path)]
     shipped = [entry for entry in kvpress.list_presses() if entry.press.__module__.startswith("kvpress.")]
     assert sorted(read, key=lambda line: (ORDER.index(line.role), line.name)) == [
         ListedPress(entry.name, entry.role, entry.paper, entry.summary, entry.status) for entry in shipped

@@ -2,7 +2,7 @@
 """Calibration: learn a method's tensors from a model and texts, and write them to a file. A stopped run can be resumed.
 
 A method is a module of this package with a subclass of `run.CalibrationSettings`, whose `method` is its name in
-`kvpress calibrate --method`.
+`kvpress calibrate METHOD`.
 """
 
 from __future__ import annotations

@@ -42,7 +42,9 @@ class BitsSettings(Observed):
     """
 
     average: Positive = 3.0
+    """Mean bits over layers, keys and values."""
     widths: tuple[int, ...] = (2, 3, 4, 8)
+    """Bits to choose from for each layer and side."""
 
     method: ClassVar[str] = METHOD
 

@@ -44,7 +44,9 @@ class KVzapSettings(Predicted):
     steps: Count = 2000
     lr: Positive = 5e-3
     kind: Literal["linear", "mlp"] = "mlp"
+    """A network with one hidden layer, or a ridge regression."""
     width: Count = 512
+    """Units of the hidden layer of an `mlp`."""
 
     def train(self, hidden: Tensor, scores: Tensor, groups: int, generator: torch.Generator) -> dict[str, Tensor]:
         del groups

@@ -23,6 +23,7 @@ class QuerySettings(Observed):
     """
 
     n_sink: Size = 4
+    """Tokens left out at the start of each sequence."""
 
     method: ClassVar[str] = METHOD
 

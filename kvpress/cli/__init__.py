@@ -20,7 +20,7 @@ from rich.text import Text
 
 from kvpress import __version__
 from kvpress.cli.caches import ask_command, compress_command, info_command
-from kvpress.cli.calibrate import calibrate_command
+from kvpress.cli.calibrate import calibrate_app
 from kvpress.cli.console import UNWRITABLE, App, fail, new_console, shown, tokens
 from kvpress.cli.doctor import doctor_command
 from kvpress.core.registry import ORDER, STATUSES
@@ -261,7 +261,7 @@ def _verdict(rows: Sequence[tuple[str, Plan]], longest: Sequence[int], room: int
     )
 
 
-app.command("calibrate")(calibrate_command)
+app.add_typer(calibrate_app, name="calibrate")
 app.command("compress")(compress_command)
 app.command("ask")(ask_command)
 app.command("info")(info_command)

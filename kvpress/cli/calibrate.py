@@ -1,175 +1,188 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvpress calibrate`: fit the file of a calibrated method to a model."""
+"""`kvpress calibrate METHOD`: fit the file of a calibrated method to a model.
+
+Every calibration method is a subcommand. Its options are those of all methods and the fields of its settings class.
+"""
 
 from __future__ import annotations
 
-from dataclasses import fields
+import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.progress import Progress, TaskID
+from typer.core import TyperGroup
 
+from kvpress.calibrate.listing import ListedMethod, ListedSetting, listed_methods
 from kvpress.cli.console import Device, shown
 from kvpress.cli.console import tokens as token_count
 from kvpress.cli.outputs import check_outputs
+from kvpress.core.registry import nearest
 
 if TYPE_CHECKING:
     from kvpress.calibrate.run import CalibrationSettings
 
 
-def calibrate_command(
-    model: Annotated[str, typer.Option(help="`reference`, a folder or a hub name.")],
-    data: Annotated[
-        list[str], typer.Option(help="A .jsonl file with `text`, any text file, or a dataset; may be repeated.")
-    ],
-    out: Annotated[Path, typer.Option(help="The file to write; double_sparsity also writes the authors' .json.")],
-    method: Annotated[
-        Literal[
-            "aquakv",
-            "bits",
-            "block_gtq",
-            "cq",
-            "double_sparsity",
-            "duo_attention",
-            "expected_attention",
-            "fastkvzip",
-            "kvquant",
-            "kvzap",
-            "kvzip_heads",
-            "leank",
-            "loki",
-            "lukv",
-            "minference",
-            "qfilter",
-            "restorekv",
-            "rlkv",
-            "triattention",
+class MethodGroup(TyperGroup):
+    """Group with a subcommand for every calibration method, made from the sources when it is first needed."""
+
+    _methods: dict[str, ListedMethod] | None = None
+
+    @property
+    def methods(self) -> dict[str, ListedMethod]:
+        """The calibration methods by name."""
+        if self._methods is None:
+            self._methods = listed_methods()
+        return self._methods
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(self.methods)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in self.methods:
+            return None
+        self.commands.setdefault(cmd_name, method_command(self.methods[cmd_name]))
+        return self.commands[cmd_name]
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name = args[0]
+        if name.startswith("-"):
+            ctx.fail(
+                f"the method comes before its options, got {name}: kvpress calibrate METHOD --model ... --data ... --out ..."
+            )
+        if name not in self.methods:
+            ctx.fail(f"unknown method {name!r}{nearest(name, self.methods)}; `kvpress calibrate -h` lists all")
+        return super().resolve_command(ctx, args)
+
+
+def method_command(method: ListedMethod) -> Any:
+    """Return the command of one calibration method."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+    def run(
+        *,
+        model: Annotated[str, typer.Option(help="`reference`, a folder or a hub name.")],
+        data: Annotated[
+            list[str],
+            typer.Option(help="A .jsonl file with `text`, any text file, or a dataset; may be repeated."),
         ],
-        typer.Option(
-            help="What to fit: bits for every layer, books for coupled quantisation, levels for kvquant, predictors of "
-            "values for aquakv, energies of pairs of channels for block_gtq, channels for double_sparsity, directions of keys "
-            "for loki, scales of channels for leank, "
-            "statistics of queries for expected_attention_stats, triattention or qfilter, networks for kvzap or fastkvzip, "
-            "budgets of heads for lukv, tokens and an adapter for restorekv, patterns for minference, or tables of heads by "
-            "duo_attention, rlkv or kvzip_heads (a .tsv)."
-        ),
-    ] = "cq",
-    coupled: Annotated[str | None, typer.Option(help="cq: channels in a code, one number or keys,values (4).")] = None,
-    bits: Annotated[str | None, typer.Option(help="cq: bits of a code, one number or keys,values (8).")] = None,
-    fisher: Annotated[
-        bool | None, typer.Option("--fisher/--no-fisher", help="cq, kvquant: weigh by squared gradients (yes).")
-    ] = None,
-    iterations: Annotated[
-        int | None, typer.Option(help="cq, kvquant, aquakv: most rounds of k-means (100, 50, 50).")
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="cq, kvquant, aquakv, networks, tables, restorekv: random seed (0).")
-    ] = None,
-    outliers: Annotated[
-        float | None, typer.Option(help="kvquant: share of the numbers of a channel that its range leaves out (0.01).")
-    ] = None,
-    average: Annotated[float | None, typer.Option(help="bits: mean over layers, keys and values (3).")] = None,
-    density: Annotated[
-        float | None, typer.Option(help="minference: share of the pairs of a prompt that is read (0.25).")
-    ] = None,
-    last: Annotated[int | None, typer.Option(help="minference: newest queries that select the lines (64).")] = None,
-    block: Annotated[int | None, typer.Option(help="minference: tokens of a block (64).")] = None,
-    widths: Annotated[str | None, typer.Option(help="bits: widths to choose from for each layer (2,3,4,8).")] = None,
-    n_sink: Annotated[
-        int | None, typer.Option(help="expected_attention: tokens left out at the start of each sequence (4).")
-    ] = None,
-    sink_size: Annotated[int | None, typer.Option(help="Tables: first tokens that a streaming head keeps.")] = None,
-    recent_size: Annotated[int | None, typer.Option(help="Tables: newest tokens that a streaming head keeps.")] = None,
-    answer: Annotated[
-        int | None,
-        typer.Option(help="Tables, restorekv: last tokens of a sequence, which its prompt is to explain (64)."),
-    ] = None,
-    steps: Annotated[
-        int | None, typer.Option(help="Trained: updates (tables 200, restorekv 300, kvzap 2000, fastkvzip 5000).")
-    ] = None,
-    price: Annotated[float | None, typer.Option(help="Tables: penalty of an open gate.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Tables, networks, restorekv: learning rate.")] = None,
-    sample: Annotated[
-        int | None, typer.Option(help="kvzap, fastkvzip: tokens drawn from each sequence (500, 2000).")
-    ] = None,
-    kind: Annotated[str | None, typer.Option(help="kvzap: linear or mlp (mlp).")] = None,
-    width: Annotated[
-        int | None, typer.Option(help="kvzap: hidden units of an mlp (512); fastkvzip: channels (16).")
-    ] = None,
-    press: Annotated[
-        str | None, typer.Option(help="lukv: the press that scores, without a ratio (expected_attention:epsilon=0.02).")
-    ] = None,
-    sequences: Annotated[int, typer.Option(help="Sequences to read.", min=1)] = 16,
-    tokens: Annotated[int, token_count("tokens", "Tokens in each sequence.", least=16)] = 2048,
-    device: Device = "auto",
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+        out: Annotated[Path, typer.Option(help="The file to write.")],
+        sequences: Annotated[int, typer.Option(help="Sequences to read.", min=1)] = 16,
+        tokens: Annotated[int, token_count("tokens", "Tokens in each sequence.", least=16)] = 2048,
+        device: Device = "auto",
+        force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+        **settings: Any,
+    ) -> None:
+        with shown():
+            calibrate_model(model, data, out, _settings(method, settings), sequences, tokens, device, force)
+
+    signature = inspect.signature(run, eval_str=True)
+    common = [item for item in signature.parameters.values() if item.kind is not item.VAR_KEYWORD]
+    own = [_parameter(setting) for setting in method.settings]
+    run.__signature__ = signature.replace(parameters=[*common[:3], *own, *common[3:]])  # type: ignore[attr-defined]
+    run.__annotations__ = {item.name: item.annotation for item in (*common, *own)}
+    text = "\n\n".join(filter(None, (method.summary, method.description)))
+    app.command(method.name, help=text, context_settings={"help_option_names": ["-h", "--help"]})(run)
+    return typer.main.get_command(app)
+
+
+def _parameter(setting: ListedSetting) -> inspect.Parameter:
+    """Return the parameter of a command function that sets a field of a settings class."""
+    default: Any = setting.default
+    kind: Any = type(default)
+    about = setting.help
+    if setting.choices:
+        kind = Literal[setting.choices]
+    elif isinstance(default, tuple):
+        about = f"{about.removesuffix('.')}: {_expected(default)}."
+        kind, default = str, ",".join(map(str, default))
+    return inspect.Parameter(
+        setting.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[kind, typer.Option(help=about)],
+    )
+
+
+def _settings(method: ListedMethod, values: dict[str, Any]) -> CalibrationSettings:
+    """Return the settings of a method from the values of its options."""
+    from kvpress.calibrate import METHODS
+
+    for setting in method.settings:
+        if isinstance(setting.default, tuple):
+            values[setting.name] = _numbers(setting.name, values[setting.name], setting.default)
+    settings: CalibrationSettings = METHODS[method.name](**values)
+    return settings
+
+
+def calibrate_model(
+    model: str,
+    data: list[str],
+    out: Path,
+    settings: CalibrationSettings,
+    sequences: int,
+    tokens: int,
+    device: str,
+    force: bool,
 ) -> None:
-    """Fit the file of a calibrated method to a model. A stopped run resumes when it is started again."""
+    """Load a model, read texts and write the calibration file, with a progress bar.
+
+    Args:
+        model: name or folder of the model.
+        data: files and names of texts.
+        out: file to write.
+        settings: method and its settings.
+        sequences: sequences to read.
+        tokens: tokens in each sequence.
+        device: `auto`, `cpu`, `cuda` or `cuda:1`.
+        force: replaces an existing file.
+    """
     from kvpress.cache.report import format_bytes
     from kvpress.calibrate.corpus import documents, pack
     from kvpress.calibrate.run import calibrate
     from kvpress.hf.generation.pipeline import load_model
     from kvpress.hf.models import device_named
 
-    console = Console(stderr=True)
-    with shown():
-        options = {
-            "coupled": None if coupled is None else _sides("coupled", coupled),
-            "bits": None if bits is None else _sides("bits", bits),
-            "fisher": fisher, "iterations": iterations, "seed": seed, "outliers": outliers,
-            "density": density, "last": last, "block": block, "average": average,
-            "widths": None if widths is None else _numbers("widths", widths), "n_sink": n_sink,
-            "sink_size": sink_size, "recent_size": recent_size, "answer": answer, "steps": steps, "price": price, "lr": lr,
-            "sample": sample, "kind": kind, "width": width, "press": press,
-        }  # fmt: skip
-        settings = _settings(method, {name: value for name, value in options.items() if value is not None})
-        check_outputs(settings.outputs(out), [model, *data], force)
-        place = device_named(device)
-        loaded, tokenizer = load_model(model)
-        ids = pack(tokenizer, (text for source in data for text in documents(source)), tokens, sequences)
-        with Progress(console=console) as progress:
-            rows: dict[str, TaskID] = {}
+    check_outputs(settings.outputs(out), [model, *data], force)
+    place = device_named(device)
+    loaded, tokenizer = load_model(model)
+    ids = pack(tokenizer, (text for source in data for text in documents(source)), tokens, sequences)
+    with Progress(console=Console(stderr=True)) as progress:
+        rows: dict[str, TaskID] = {}
 
-            def report(phase: str, done: int, total: int) -> None:
-                if phase not in rows:
-                    rows[phase] = progress.add_task(phase)
-                progress.update(rows[phase], completed=done, total=total)
+        def report(phase: str, done: int, total: int) -> None:
+            if phase not in rows:
+                rows[phase] = progress.add_task(phase)
+            progress.update(rows[phase], completed=done, total=total)
 
-            calibrate(loaded.to(place), ids, settings, out, " ".join(data), report)
+        calibrate(loaded.to(place), ids, settings, out, " ".join(data), report)
     typer.echo(f"wrote {out} ({format_bytes(out.stat().st_size)})")
 
 
-def _settings(method: str, options: dict[str, Any]) -> CalibrationSettings:
-    """Return the settings of a method. Raises ValueError for options of other methods."""
-    from kvpress.calibrate import METHODS
-
-    settings_class: type[CalibrationSettings] = METHODS[method]
-    accepted = [field.name for field in fields(settings_class)]
-    for name in options:
-        if name not in accepted:
-            allowed = ", ".join(_option(field_name) for field_name in accepted) or "no options of its own"
-            raise ValueError(f"{_option(name)} does not belong to {method}, which takes {allowed}")
-    return settings_class(**options)
+def _expected(default: tuple[int, ...]) -> str:
+    """Return the form of an option with several numbers; two of them are for keys and for values."""
+    return "a number or two, keys,values" if len(default) == 2 else "integers with commas between them"
 
 
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _sides(name: str, text: str) -> tuple[int, int]:
-    """Read one number for keys and values, or one for each."""
-    expected = "a number or two, keys,values"
-    numbers = _numbers(name, text, expected)
-    if len(numbers) > 2:
-        raise ValueError(f"{name} must be {expected}; got {text!r}")
-    return numbers[0], numbers[-1]
-
-
-def _numbers(name: str, text: str, expected: str = "integers with commas between them") -> tuple[int, ...]:
-    """Read integers with commas between them."""
+def _numbers(name: str, text: str, default: tuple[int, ...]) -> tuple[int, ...]:
+    """Read integers with commas between them; one number where two are expected counts for keys and values."""
     try:
-        return tuple(int(number) for number in text.split(","))
+        numbers = tuple(int(number) for number in text.split(","))
     except ValueError:
-        raise ValueError(f"{name} must be {expected}; got {text!r}") from None
+        numbers = ()
+    is_pair = len(default) == 2
+    if not numbers or (is_pair and len(numbers) > 2):
+        raise ValueError(f"{name} must be {_expected(default)}; got {text!r}")
+    return (numbers[0], numbers[-1]) if is_pair else numbers
+
+
+calibrate_app = typer.Typer(
+    cls=MethodGroup,
+    no_args_is_help=True,
+    context_settings={"ignore_unknown_options": True},
+    subcommand_metavar="METHOD [OPTIONS]",
+    help="Fit the file of a calibrated method to a model; a stopped run resumes. `kvpress calibrate METHOD -h` shows the "
+    "options of a method.",
+)

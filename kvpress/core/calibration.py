@@ -64,7 +64,7 @@ class Calibration:
             detail = ", ".join(f"{name} {made_for['model'].get(name)!r} (here {actual[name]!r})" for name in different)
             raise ValueError(
                 f"{source} was made for {made_for['model'].get('name')}, which differs from this model in {detail}; "
-                f"make one for this model with `kvpress calibrate --method {method} --model ...`"
+                f"make one for this model with `kvpress calibrate {method} --model ...`"
             )
         for layer in model.growing:
             for name, shape in shapes_of(layer).items():
@@ -131,8 +131,7 @@ def digest_of(tensors: dict[str, Tensor], provenance: str) -> str:
 
 def how_to_make(path: str | Path, method: str | None = None) -> str:
     """Return a hint with the command that makes the file."""
-    option = f"--method {method} " if method else ""
-    return f"make it with `kvpress calibrate {option}--model ... --data ... --out {path}`"
+    return f"make it with `kvpress calibrate {method or 'METHOD'} --model ... --data ... --out {path}`"
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 UNITS = 1024
 """Unit vectors that a layer is applied to at a time."""
@@ -22,6 +21,8 @@ def plain_weight(layer: nn.Module | None) -> Tensor | None:
     Under tensor parallel, it has the rows or columns of this rank. Subclasses count as other layers, since their product need
     not be that of their `weight`: those with adapters or with scales of 8-bit floats have one that is incomplete.
     """
+    from torch.distributed.tensor import DTensor  # takes a second to import, which a press alone does not need
+
     weight = layer.weight if type(layer) is nn.Linear else None
     if weight is None or weight.is_meta or weight.dtype not in DENSE:
         return None

@@ -39,11 +39,11 @@ def listed() -> list[ListedPress]:
     """
     if registered() or entry_points(group=GROUP):
         return [ListedPress(entry.name, entry.role, entry.paper, entry.summary, entry.status) for entry in entries()]
-    rows = [line for package in PACKAGES for path in _files(package) for line in _read(path)]
+    rows = [line for package in PACKAGES for path in files_of(package) for line in _read(path)]
     return sorted(rows, key=lambda line: (ORDER.index(line.role), line.name))
 
 
-def _files(package: str) -> list[Path]:
+def files_of(package: str) -> list[Path]:
     """Return the files of the modules directly in a package, without importing it."""
     root, *rooms = package.split(".")
     spec = importlib.util.find_spec(root)
@@ -77,7 +77,7 @@ def _imported(name: str, body: list[ast.stmt]) -> ast.ClassDef:
         if isinstance(node, ast.ImportFrom) and name in [alias.name for alias in node.names]
     )
     package, _, stem = module.rpartition(".")
-    (path,) = (path for path in _files(package) if path.stem == stem)
+    (path,) = (path for path in files_of(package) if path.stem == stem)
     classes = (node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef))
     return next(node for node in classes if node.name == name)
 

@@ -41,7 +41,7 @@ SPARSE_FROM = 512
 class DuoAttentionPress(StreamingHeadsPress):
     """Keep only sinks and a recent window in the heads that retrieve least.
 
-    A `table` has the retrieval score of each head; `kvpress calibrate --method duo_attention` learns one, and the table of the
+    A `table` has the retrieval score of each head; `kvpress calibrate duo_attention` learns one, and the table of the
     bundled reference model ships with it; None also downloads the authors' table of a model that they have one for, or calls
     an override of `load_attention_pattern`. `on_the_fly_scoring` measures the scores on the prompt instead, by a sample of the
     queries i after the first sink_size + recent_size tokens, which is sparser at later positions:

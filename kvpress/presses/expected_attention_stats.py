@@ -19,7 +19,7 @@ from kvpress.presses.expected_attention import ExpectedAttentionPress
 
 METHOD = "expected_attention"
 FILE = "expected-attention.safetensors"
-COMMAND = f"kvpress calibrate --method {METHOD} --model ... --data ... --out {FILE}"
+COMMAND = f"kvpress calibrate {METHOD} --model ... --data ... --out {FILE}"
 SAMPLING = {"sample_seq_len": "--tokens", "num_samples": "--sequences", "dataset_name": "--data"}
 """Arguments of NVIDIA kvpress for computing statistics, each with the option of the command that replaces it."""
 
@@ -29,7 +29,7 @@ SAMPLING = {"sample_seq_len": "--tokens", "num_samples": "--sequences", "dataset
     "evict",
     "Devoto et al., 2025, arXiv:2510.00636",
     example="expected_attention_stats:0.5,epsilon=0.02",
-    needs="statistics of the model's queries: `kvpress calibrate --method expected_attention` (`stats_folder`)",
+    needs="statistics of the model's queries: `kvpress calibrate expected_attention` (`stats_folder`)",
     refuses=(
         Refusal(
             "expected_attention_stats:0.5", "without a file of its own, a model other than the bundled reference model"
@@ -49,7 +49,7 @@ class ExpectedAttentionStatsPress(ExpectedAttentionPress):
         score[t] = (mean over the group of softmax(z)[t] + epsilon) * ||v_t||
 
     z is computed from mu `[Hq, D]` and S `[Hq, D, D]` of each layer, which come from a calibration of this model.
-    `stats_folder` is the file that `kvpress calibrate --method expected_attention` writes, or a folder with
+    `stats_folder` is the file that `kvpress calibrate expected_attention` writes, or a folder with
     `expected-attention.safetensors`; None is the file of the bundled reference model. No queries are recorded while the prompt
     is read. `sample_seq_len`, `num_samples` and `dataset_name` are arguments of NVIDIA kvpress, where the press computes the
     statistics; here the command computes them, so values other than the defaults raise ValueError.

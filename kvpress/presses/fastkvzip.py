@@ -34,7 +34,7 @@ BLOCK = 4096
 EPSILON = 1e-6
 NEEDED = (
     f"FastKVzipPress needs gates that were learned for the model. The hub's {HUB} has gates of some models; for "
-    f"others, train them with `kvpress calibrate --method {METHOD} --model ... --data ... --out gates.safetensors` and pass "
+    f"others, train them with `kvpress calibrate {METHOD} --model ... --data ... --out gates.safetensors` and pass "
     "that file as gates="
 )
 
@@ -44,7 +44,7 @@ NEEDED = (
     "evict",
     "Kim et al., 2026, arXiv:2601.17668",
     example="fastkvzip:0.5",
-    needs="gates that were learned for the model: published ones, or `kvpress calibrate --method fastkvzip` (`gates`)",
+    needs="gates that were learned for the model: published ones, or `kvpress calibrate fastkvzip` (`gates`)",
     refuses=(Refusal("fastkvzip:0.5", "no gates are published for the model, and `gates` is not set"),),
     exempt=(
         Exemption(EVERY_SUITE, "needs a file per model; its own tests run the oracle, padding and decoding with one"),
@@ -61,7 +61,7 @@ class FastKVzipPress(ScorerPress):
     Gates are computed when a token is read, and stored with its pairs in 4 bytes per head; the prompt is not read again. The
     first `n_sink` tokens always stay, and so does a window of the newest tokens: the share `window_ratio` of prompts below
     32000 tokens, `window_size` tokens of longer ones. With `layerwise`, every layer keeps the same number of pairs. `gates` is
-    a published file, a file from `kvpress calibrate --method fastkvzip`, or a folder or repository with
+    a published file, a file from `kvpress calibrate fastkvzip`, or a folder or repository with
     `<model>/q<group>_dim16_sink16.pt`; None is the authors' repository, or the bundled file for the reference model. It may
     also be a list of modules, one `FastKVzipGate` for each layer, as programs for NVIDIA kvpress set it.
 

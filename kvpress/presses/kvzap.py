@@ -24,7 +24,7 @@ METHOD = "kvzap"
 NEEDED = (
     "KVzapPress needs networks that were learned for the model. Those of some models are published as "
     f"nvidia/KVzap-mlp-<model> and nvidia/KVzap-linear-<model>; for others, train them with `kvpress calibrate "
-    f"--method {METHOD} --model ... --data ... --out networks.safetensors` and pass that file as weights="
+    f"{METHOD} --model ... --data ... --out networks.safetensors` and pass that file as weights="
 )
 
 
@@ -33,7 +33,7 @@ NEEDED = (
     "evict",
     "Jegou & Jeblick, 2026, arXiv:2601.07891",
     example="kvzap:0.5",
-    needs="networks that were learned for the model: published ones, or `kvpress calibrate --method kvzap` (`weights`)",
+    needs="networks that were learned for the model: published ones, or `kvpress calibrate kvzap` (`weights`)",
     refuses=(Refusal("kvzap:0.5", "no networks are published for the model, and `weights` is not set"),),
     exempt=(
         Exemption(EVERY_SUITE, "needs a file per model; its own tests run the oracle, padding and decoding with one"),
@@ -48,7 +48,7 @@ class KVzapPress(ScorerPress):
     x is the input of the attention layer. The prediction is the logarithm of the largest attention that the pair gets while
     the prompt is repeated, so one threshold fits all texts: `dms(kvzap):threshold=-4`. It is computed when a token is read, and
     stored with its pairs in 4 bytes per head. `model_type` is the kind of network. `weights` is a published file, a file from
-    `kvpress calibrate --method kvzap`, a folder with `model.safetensors`, or a repository of the hub; None is
+    `kvpress calibrate kvzap`, a folder with `model.safetensors`, or a repository of the hub; None is
     `nvidia/KVzap-<model_type>-<model>`, or the bundled file for the reference model. A `KVzapModel` in the attribute
     `kvzap_model`, as programs for NVIDIA kvpress set it, takes the place of `weights` and `model_type`.
 

@@ -82,7 +82,7 @@ def fetch(place: str, name: str, needed: str) -> Path:
 
 
 def read(file: Path, method: str) -> Calibration | dict[str, Tensor]:
-    """Read a file of `kvpress calibrate --method ...`, or the tensors of a published file by name.
+    """Read a file of `kvpress calibrate ...`, or the tensors of a published file by name.
 
     Raises:
         ValueError: the file has neither, or is damaged.

@@ -27,7 +27,7 @@ from kvpress.presses.dms import BeforeWindow
 from kvpress.presses.expected_attention import ExpectedAttentionPress
 
 METHOD = "lukv"
-COMMAND = f"kvpress calibrate --method {METHOD}"
+COMMAND = f"kvpress calibrate {METHOD}"
 PERCENTS = 99
 HALVINGS = 40
 """Bisection steps in the search for a ratio."""
@@ -42,7 +42,7 @@ PUBLISHED = (
     "budget",
     "LU-KV, 2026, arXiv:2602.08585",
     example="lukv(expected_attention:0.5,epsilon=0.02)",
-    needs="a budget curve of the model and the inner press: a published one, or `kvpress calibrate --method lukv` (`curve`)",
+    needs="a budget curve of the model and the inner press: a published one, or `kvpress calibrate lukv` (`curve`)",
     refuses=(
         Refusal("lukv(expected_attention:0.5,epsilon=0.02)", "no curve is given"),
         Refusal("lukv(adakv(knorm:0.5))", "both would choose the pairs to keep"),
@@ -59,7 +59,7 @@ class LUKVPress(WrapperPress):
 
     `press` scores the pairs; the default is expected attention with epsilon 0.02. `compression_ratio` sets its ratio. The
     first `sink` and the newest `window` tokens are always kept: where they exceed a head's share, the other heads keep
-    less, as at a larger ratio. `curve` is a published .npy file `[99, L, H]`, or a file of `kvpress calibrate --method
+    less, as at a larger ratio. `curve` is a published .npy file `[99, L, H]`, or a file of `kvpress calibrate
     lukv`: the share of pairs that each head loses where heads lose 1%, 2%, ..., 99% on average, interpolated between whole
     percents. None is the file that ships with the bundled reference model, for the default `press`.
 

@@ -23,7 +23,7 @@ NAME = "q_filters"
 COLLECTION = "nthngdy/q-filters-67a4994dcb302a3d37f3d119"
 NEEDED = (
     f"QFilterPress needs filters that were learned for the model; the hub's collection {COLLECTION} has them for some; for "
-    f"others make them with `kvpress calibrate --method {METHOD} --model ... --data ... --out filters.safetensors` and give "
+    f"others make them with `kvpress calibrate {METHOD} --model ... --data ... --out filters.safetensors` and give "
     "that file as filters="
 )
 
@@ -33,7 +33,7 @@ NEEDED = (
     "evict",
     "Godey et al., 2025, arXiv:2503.02812",
     example="qfilter:0.5",
-    needs="filters calibrated for the model: published ones, or `kvpress calibrate --method qfilter` (`filters`)",
+    needs="filters calibrated for the model: published ones, or `kvpress calibrate qfilter` (`filters`)",
     refuses=(Refusal("qfilter:0.5", "there are no published filters for the model, and no file is given"),),
     exempt=(
         Exemption(EVERY_SUITE, "needs a file per model; its own tests run the oracle, padding and decoding with one"),
@@ -47,7 +47,7 @@ class QFilterPress(ScorerPress):
 
     f `[H, D]` of a layer is minus the mean, over the query heads of the group, of the first right singular vector of their
     rotated queries on other texts; the singular vector points to where queries point. `filters` is a file, a folder with
-    `model.safetensors` or a repository of the hub, with one tensor `q_filters [L, H, D]` or as `kvpress calibrate --method
+    `model.safetensors` or a repository of the hub, with one tensor `q_filters [L, H, D]` or as `kvpress calibrate
     qfilter` writes it; None is the authors' `nthngdy/<model>_qfilt`, and for the bundled reference model the file that
     ships with it. No queries are recorded.
 

@@ -29,7 +29,7 @@ RANK, ALPHA = 8, 16.0
 NEEDED = (
     "RestoreKVPress needs embeddings and an adapter that were learned for the model, which are published as "
     "higokri/RestoreKV-<model> and higokri/RestoreKV-<model>_plus for some; give adapter=, a folder or a repository "
-    "of such, or make a file with `kvpress calibrate --method restorekv --model ... --data ... --out ...`"
+    "of such, or make a file with `kvpress calibrate restorekv --model ... --data ... --out ...`"
 )
 
 
@@ -59,7 +59,7 @@ class RestoreKVPress(KVzipPress):
     back by n positions, so that following tokens see them at distances 1 to n. They belong to no token: `kept_positions`
     shows them as -1.
 
-    `adapter` is a file of `kvpress calibrate --method restorekv` for the model, or a folder or a repository of the hub with
+    `adapter` is a file of `kvpress calibrate restorekv` for the model, or a folder or a repository of the hub with
     `restore_embeddings.safetensors`, `adapter_config.json` and `adapter_model.safetensors`, the last two in the format of
     the peft package. None is `higokri/RestoreKV-<model>`, with the suffix `_plus` for scores with
     `kvzip_plus_normalization`; for the bundled reference model it is the file that ships with it, made for scores without.

@@ -24,7 +24,7 @@ class RLKVPress(StreamingHeadsPress):
     """Cut the heads with the lowest gates of a table, learned by reinforcement learning, down to sinks and a window.
 
     A `StreamingHeadsPress` with the table and the window sizes of RLKV: 16 sinks and 64 recent tokens. `kvpress calibrate
-    --method rlkv` learns a table; the table of the bundled reference model ships with it.
+    rlkv` learns a table; the table of the bundled reference model ships with it.
 
     Paper: Du et al., Which Heads Matter for Reasoning? RL-Guided KV Cache Compression, 2025, arXiv:2510.08525.
     Differs from the paper: ties are broken by layer and head instead of by noise.

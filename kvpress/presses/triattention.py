@@ -40,7 +40,7 @@ class TriAttentionPress(ScorerPress):
 
     mu_g is the mean of the queries of a head before rotation, a_gf the mean length of their rotary pair f, R(p) the
     rotation at position p and T the position of the newest token. `distances` is the number of distances d, so that the
-    largest is 2 ** (distances - 1). `stats` is the file that `kvpress calibrate --method triattention` writes for the
+    largest is 2 ** (distances - 1). `stats` is the file that `kvpress calibrate triattention` writes for the
     model; None computes mu and a from the tokens that the cache has read. The paper's schedule is
     `decoding(triattention):compression_interval=128`, with a prompt that `protect` keeps.
 

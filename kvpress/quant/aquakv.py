@@ -35,7 +35,7 @@ FITTED_BITS = (2, 3, 4)
     "quantise",
     "after Shutova et al., 2025, arXiv:2501.19392",
     example="aquakv:bits=3",
-    needs="predictors of the model: `kvpress calibrate --method aquakv` (`calibration`)",
+    needs="predictors of the model: `kvpress calibrate aquakv` (`calibration`)",
     refuses=(
         Refusal("aquakv:bits=3", "without a file of its own, a model other than the bundled reference model"),
         Refusal("aquakv:bits=8", "predictors are fitted for keys of 2, 3 and 4 bits"),
@@ -51,7 +51,7 @@ class AquaKVPress(CalibratedPress):
     Keys are encoded before their rotary embedding, and rotated when they are read. W `[D, D]` and c `[D]` of each head come
     from a ridge regression on decoded keys, so they correct part of the error of keys. H is a Hadamard matrix; its levels are
     optimal for a Gaussian. Attention decodes no segment: it multiplies the attention-weighted mean of k' by W once per query,
-    at the cost of a second pass over the codes of keys. `calibration` is a file made by `kvpress calibrate --method aquakv`,
+    at the cost of a second pass over the codes of keys. `calibration` is a file made by `kvpress calibrate aquakv`,
     which serves all widths; the bundled reference model needs none. `bits` is 2, 3 or 4, a pair (keys, values), a list with
     either for every layer, or a file of them. Pairs are encoded 32 at a time; the newest `residual_length` and the first
     `sinks` stay dense, as do the layers in `skip_layers`.

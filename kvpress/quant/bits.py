@@ -45,7 +45,7 @@ class LayerBits:
         if wrong or not pairs:
             raise ValueError(
                 f"{name} must be one of {list(allowed)}, a pair (keys, values) of them, or a list with a number or pair "
-                f"for every layer, or a file of `kvpress calibrate --method {METHOD}`, got {few(map(repr, wrong)) or bits}"
+                f"for every layer, or a file of `kvpress calibrate {METHOD}`, got {few(map(repr, wrong)) or bits}"
             )
         return cls(pairs, per_layer)
 
@@ -55,7 +55,7 @@ class LayerBits:
 
     @classmethod
     def read(cls, name: str, source: str, allowed: Sequence[int]) -> LayerBits:
-        """Read a file of `kvpress calibrate --method bits`; layers without an entry, which do not grow, get the most bits."""
+        """Read a file of `kvpress calibrate bits`; layers without an entry, which do not grow, get the most bits."""
         file = calibration.read(source, METHOD)
         if (made_for := file.provenance["method"]) != METHOD:
             raise ValueError(
@@ -68,7 +68,7 @@ class LayerBits:
             if any(bits not in allowed for bits in pair):
                 raise ValueError(
                     f"{name}: {source} gives layer {layer} {pair} bits, but this codec has {list(allowed)}; make a file with "
-                    f"`kvpress calibrate --method {METHOD} --widths {','.join(map(str, allowed))}`"
+                    f"`kvpress calibrate {METHOD} --widths {','.join(map(str, allowed))}`"
                 )
         return cls(tuple((keys, values) for keys, values in pairs), True, source)
 

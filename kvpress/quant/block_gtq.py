@@ -37,7 +37,7 @@ MOST = 8
     "quantise",
     "Liang et al., 2026, arXiv:2606.24033",
     example="block_gtq:bits=3",
-    needs="energies of the model: `kvpress calibrate --method block_gtq` (`calibration`)",
+    needs="energies of the model: `kvpress calibrate block_gtq` (`calibration`)",
     refuses=(
         Refusal("block_gtq:bits=3", "without a file of its own, a model other than the bundled reference model"),
         Refusal("block_gtq:bits=5", "bits are 1, 2, 3, 4 or 8 on average"),
@@ -58,7 +58,7 @@ class BlockGTQPress(CalibratedPress):
     as binary digits, each with a separate weight, which kernels read as one operand of one bit; so rows of all heads have
     equal length. Values are stored as by `turboquant`.
 
-    `calibration` is a file made by `kvpress calibrate --method block_gtq`, which serves all bits; the bundled reference
+    `calibration` is a file made by `kvpress calibrate block_gtq`, which serves all bits; the bundled reference
     model needs none. `bits` is 1, 2, 3, 4 or 8, a pair (keys, values), a list with either for every layer, or a
     file of them. The newest `residual_length` pairs, up to 31 more (255 on a GPU), and the first `sinks` stay dense;
     `skip_layers` stay dense.

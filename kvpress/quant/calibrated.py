@@ -49,7 +49,7 @@ class CalibratedPress(QuantisingPress):
             return self._rank_tables
         if self.calibration is None and not self.source.is_file():
             raise ValueError(
-                f"no {self.tables} are shipped for {self}; make a file with `kvpress calibrate --method {self.method}` and "
+                f"no {self.tables} are shipped for {self}; make a file with `kvpress calibrate {self.method}` and "
                 "give it as `calibration`"
             )
         return calibration.read(self.source, self.method)

@@ -30,7 +30,7 @@ METHOD = "cq"
     "quantise",
     "Zhang et al., 2024, arXiv:2405.03917",
     example="cq:bits=8,coupled=8",
-    needs="codebooks of the model: `kvpress calibrate --method cq` (`calibration`)",
+    needs="codebooks of the model: `kvpress calibrate cq` (`calibration`)",
     refuses=(
         Refusal("cq:bits=8,coupled=8", "without a file of its own, a model other than the bundled reference model"),
         Refusal("cq:bits=8,coupled=2", "no codebooks were made for these settings"),
@@ -43,7 +43,7 @@ class CoupledQuantPress(CalibratedPress):
         code = argmin_e |x[group] - book[head, group, e]|^2
 
     A value takes ``bits / coupled`` bits: CQ-4c8b is `coupled=4, bits=8`. Keys are encoded before their rotary embedding and
-    rotated when they are read. Codebooks come from `calibration`, a file made by `kvpress calibrate --method cq`; the bundled
+    rotated when they are read. Codebooks come from `calibration`, a file made by `kvpress calibrate cq`; the bundled
     reference model needs none. `coupled` and `bits` are one number each, or a pair (keys, values).
 
     Paper: Zhang et al., KV Cache is 1 Bit Per Channel: Efficient Large Language Model Inference with Coupled

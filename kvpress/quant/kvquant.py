@@ -36,7 +36,7 @@ TILE = 32
     "quantise",
     "Hooper et al., 2024, arXiv:2401.18079",
     example="kvquant:bits=3",
-    needs="levels of the model: `kvpress calibrate --method kvquant` (`calibration`)",
+    needs="levels of the model: `kvpress calibrate kvquant` (`calibration`)",
     refuses=(
         Refusal("kvquant:bits=3", "without a file of its own, a model other than the bundled reference model"),
         Refusal("kvquant:bits=8", "levels are fitted for 2, 3 and 4 bits"),
@@ -53,7 +53,7 @@ class KVQuantPress(CalibratedPress):
     are encoded before their rotary embedding and rotated when they are read. Of every 32 pairs of a head, a share `outliers`
     of the numbers is also stored in 16 bits: for keys, the numbers furthest from the middle of their channel relative to its
     range, and for values, the largest numbers relative to their token; 0 stores none. `calibration` is a file made by
-    `kvpress calibrate --method kvquant`, which serves all widths; the bundled reference model needs none. `bits` is 2, 3 or
+    `kvpress calibrate kvquant`, which serves all widths; the bundled reference model needs none. `bits` is 2, 3 or
     4, a pair (keys, values), a list with either for every layer, or a file of them. Pairs are encoded 32 at a time; the newest
     `residual_length` and the first `sinks` stay dense, as do the layers in `skip_layers`.
 

@@ -27,14 +27,14 @@ METHOD = "leank"
     "quantise",
     "Zhang et al., 2025, arXiv:2508.02215",
     example="leank:0.5,recent_size=256",
-    needs="scales of the model: `kvpress calibrate --method leank` (`calibration`)",
+    needs="scales of the model: `kvpress calibrate leank` (`calibration`)",
     refuses=(Refusal("leank:0.5", "without a file of its own, a model other than the bundled reference model"),),
 )
 @dataclass
 class LeanKPress(BasePress):
     """Store keys without a share `ratio` of the channels of all heads: the channels with the smallest learned scales.
 
-    Scales in [0, 1] of every channel of every KV head are learned once for a model (`kvpress calibrate --method leank`): they
+    Scales in [0, 1] of every channel of every KV head are learned once for a model (`kvpress calibrate leank`): they
     are made as small as possible while the hidden states stay those of the full model. `calibration` is that file; the bundled
     reference model needs none. The largest scales of all layers set how many channels each layer stores. All heads of a layer
     store the same number of channels, the best of each head, a multiple of `align` and at least `align`. Attention uses the

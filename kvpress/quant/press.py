@@ -19,7 +19,7 @@ from kvpress.quant.bits import Bits, LayerBits, freeze
 class QuantisingPress(BasePress):
     """Base of presses that store pairs in fewer bits; subclasses are dataclasses with these fields and define `layer_codec`.
 
-    `bits` is one number, a pair (keys, values), a list with either for every layer, or a file of `kvpress calibrate --method
+    `bits` is one number, a pair (keys, values), a list with either for every layer, or a file of `kvpress calibrate
     bits`. The newest `residual_length` pairs of every head and its first `sinks` stay dense, as do the layers in
     `skip_layers`.
 

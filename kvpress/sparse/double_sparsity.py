@@ -35,7 +35,7 @@ from kvpress.sparse.offload import Fetching, HostCodec
     "select",
     "Yang et al., 2024, arXiv:2408.07092",
     example="double_sparsity:budget=1024",
-    needs="channels of the model: `kvpress calibrate --method double_sparsity` (`calibration`)",
+    needs="channels of the model: `kvpress calibrate double_sparsity` (`calibration`)",
     refuses=(
         Refusal("double_sparsity:budget=1024", "a model other than the bundled reference model needs a calibration"),
     ),
@@ -50,7 +50,7 @@ class DoubleSparsityPress(SelectorPress):
 
     `reduce` is "max" or "sum". Labels are stored in addition to the pairs, in `label_bits` bits per channel: 16 in the model's
     type, fewer with one scale and zero point per label. By default a label has a quarter of the channels in 4 bits, a
-    sixteenth of a key. Importance is measured once per model (`kvpress calibrate --method double_sparsity`) as the mean over
+    sixteenth of a key. Importance is measured once per model (`kvpress calibrate double_sparsity`) as the mean over
     tokens of |q * k|, |q| or |k| per channel: `statistic` "qk", "q" or "k". `calibration` is that file, or one in the format
     of the authors; the bundled reference model needs none. The first `skip_layers` layers read everything.
 

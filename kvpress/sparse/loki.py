@@ -43,7 +43,7 @@ class LokiPress(SelectorPress):
     `channels` is r, a quarter of the head dim by default. Labels are stored in addition to the pairs, in `label_bits` bits a
     channel: 16 in the model's type, fewer with one scale and zero point per label. Without `calibration`, P is fitted to each
     row and head from its first sealed pairs, and then never changes. With a `calibration`, the file of `kvpress calibrate
-    --method loki`, P is fitted once for the model, to the `keys` after their rotary embedding ("rotated") or before it
+    loki`, P is fitted once for the model, to the `keys` after their rotary embedding ("rotated") or before it
     ("unrotated"). The first `skip_layers` layers read everything.
 
     Paper: Singhania et al., Loki: Low-rank Keys for Efficient Sparse Attention, 2024, arXiv:2406.02542.
@@ -64,7 +64,7 @@ class LokiPress(SelectorPress):
         if self.calibration is None and self.keys != "rotated":
             raise ValueError(
                 f"keys={self.keys!r} needs a calibration, because a basis without one is fitted to rotated keys; make a "
-                f"calibration with `kvpress calibrate --method {METHOD}`"
+                f"calibration with `kvpress calibrate {METHOD}`"
             )
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:

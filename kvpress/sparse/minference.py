@@ -61,7 +61,7 @@ class MInferencePress(EstimatedPress):
     prompt, which can exceed the share of its first blocks of queries. Tiles get the remaining room, ranked by the attention of
     their diagonals.
 
-    `calibration` is a file of `kvpress calibrate --method minference`, which gives every head a pattern and its sizes, instead
+    `calibration` is a file of `kvpress calibrate minference`, which gives every head a pattern and its sizes, instead
     of `vertical` and `slash`: such lines; an A-shape, the first `vertical` keys and the nearest `slash` distances, the same for
     any prompt; or blocks, for each block of queries as many as `slash` tokens fill, ranked by the softmax of mean queries and
     mean keys.

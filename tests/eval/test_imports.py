@@ -155,6 +155,7 @@ def test_the_library_never_imports_the_harness() -> None:
             "kvpress_eval.commands.eval",
             ["kvpress", "torch", "transformers", "pydantic", "matplotlib", "jinja2", "numpy"],
         ),
+        ("kvpress_eval.config.schema", ["torch", "transformers", "numpy"]),
         ("kvpress_eval.report.write", ["torch", "transformers"]),
     ],
 )
@@ -162,3 +163,17 @@ def test_modules_that_are_not_needed_are_not_loaded(module: str, heavy: list[str
     code = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["plan"], ["info"], ["calibrate"], ["eval"], ["tune"], ["serve"], ["report"]], ids=" ".join
+)
+def test_help_loads_neither_torch_nor_transformers(arguments: list[str]) -> None:
+    code = f"""
+import sys
+from kvpress_eval.console import app
+app({[*arguments, "--help"]}, standalone_mode=False)
+print([name for name in ("torch", "transformers") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -106,7 +106,7 @@ def test_calibrated_statistics_of_the_same_text_choose_the_same_pairs(tmp_path: 
     assert [[[at - 13 for at in head] for head in layer[1]] for layer in batch_pairs] == [layer[0] for layer in alone]
     with pytest.raises(ValueError, match="was made for"):
         prefill(tiny_model("qwen3"), calibrated, ids)
-    with pytest.raises(FileNotFoundError, match="--method triattention"):
+    with pytest.raises(FileNotFoundError, match="calibrate triattention"):
         prefill(model, TriAttentionPress(0.5, stats=tmp_path / "none.safetensors"), ids)
 
 

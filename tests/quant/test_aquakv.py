@@ -211,7 +211,7 @@ def test_missing_and_foreign_predictors_are_refused(predictors: dict[str, Path],
     for spec, words in cases:
         with pytest.raises(ValueError, match=words):
             prefill(tiny_model("llama"), kvpress.get_press(spec), ids)
-    with pytest.raises(FileNotFoundError, match=re.escape("kvpress calibrate --method aquakv")):
+    with pytest.raises(FileNotFoundError, match=re.escape("kvpress calibrate aquakv")):
         prefill(tiny_model("llama"), kvpress.get_press(f"aquakv:calibration='{tmp_path / 'no'}'"), ids)
     with pytest.raises(ValueError, match="bits must be"):
         kvpress.get_press("aquakv:bits=8")

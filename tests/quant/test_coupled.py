@@ -116,7 +116,7 @@ def test_a_missing_or_foreign_calibration_is_refused_by_name(books: dict[str, Pa
 
     press = kvpress.CoupledQuantPress
     refused(press(), ValueError, "cq-4c8b.safetensors was made for .*differs from this model in layers 4 .here 3.")
-    refused(press(calibration=str(tmp_path / "no")), FileNotFoundError, "kvpress calibrate --method cq .* --out .*no")
+    refused(press(calibration=str(tmp_path / "no")), FileNotFoundError, "kvpress calibrate cq .* --out .*no")
     refused(press(4, 2, str(books["qwen3"])), ValueError, "differs from this model in architecture 'Qwen3ForCausalLM'")
     refused(press(8, 2, str(books["llama"])), ValueError, r"was made for .*'bits': \[4, 4\].* is set to .*\[8, 8\]")
     refused(press(coupled=3), ValueError, "coupled must divide the head dim 32 of the model, got 3")

@@ -145,7 +145,7 @@ def test_missing_foreign_and_unsuitable_files_are_refused(levels: dict[str, Path
         (
             f"kvquant:calibration='{tmp_path / 'no'}'",
             FileNotFoundError,
-            "kvpress calibrate --method kvquant .* --out .*no",
+            "kvpress calibrate kvquant .* --out .*no",
         ),
         (f"kvquant:calibration='{levels['qwen3']}'", ValueError, "architecture 'Qwen3ForCausalLM'"),
     ):

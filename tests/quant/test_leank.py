@@ -140,7 +140,7 @@ def test_settings(tmp_path: Path) -> None:
         press.compression_ratio = 0.5
     assert kvpress.LeanKPress().recipe().is_identity
     for words, bad in {
-        "no calibration file.*--method leank": kvpress.LeanKPress(0.5, str(tmp_path / "no.safetensors")),
+        "no calibration file.*calibrate leank": kvpress.LeanKPress(0.5, str(tmp_path / "no.safetensors")),
         "align must be at most the head dim 32": press_of(tiny_model("llama"), align=40),
         "differs from this model": kvpress.LeanKPress(0.5),
     }.items():

@@ -96,7 +96,7 @@ def test_a_file_of_the_authors_and_a_calibration_choose_alike(tmp_path: Path) ->
 def test_other_models_and_bad_arguments_are_refused() -> None:
     model = tiny_model("llama")
     refusals = {
-        r"differs from this model.*kvpress calibrate --method double_sparsity": DoubleSparsityPress(),
+        r"differs from this model.*kvpress calibrate double_sparsity": DoubleSparsityPress(),
         r"no channel file 'missing.json'": DoubleSparsityPress(calibration="missing.json"),
         r"channels must be a multiple of 2 for labels of 4 bits.* head dim 32.*got 64": build(
             "double_sparsity:budget={budget},channels=64,calibration={channels}", 20

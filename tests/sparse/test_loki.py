@@ -112,7 +112,7 @@ def test_bad_arguments_are_refused(tmp_path: Path) -> None:
         kvpress.LokiPress(label_bits=2)  # type: ignore[arg-type]
     for words, press in {
         "channels must be a multiple of 2 .* head dim 32, got 40": kvpress.LokiPress(channels=40),
-        "no calibration file 'missing.safetensors'.*--method loki": kvpress.LokiPress(
+        "no calibration file 'missing.safetensors'.*calibrate loki": kvpress.LokiPress(
             calibration="missing.safetensors"
         ),
     }.items():

@@ -545,7 +545,7 @@ def test_minference_is_calibrated_to_the_attention_of_heads(family: str, tmp_pat
 
 
 def test_minference_refuses_files_that_are_no_patterns(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"make it with `kvpress calibrate --method minference"):
+    with pytest.raises(FileNotFoundError, match=r"make it with `kvpress calibrate minference"):
         kvpress.get_press("minference:calibration='nowhere.safetensors'")
     books = Path(kvpress.reference_path()) / "kvquant.safetensors"
     with (

@@ -7,14 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from kvpress_eval.common.errors import ConfigError, DataError
 from kvpress_eval.tasks.data_files import HubFile, read_published
 from kvpress_eval.tasks.sample import Query, Sample
 from kvpress_eval.tasks.source import Source, TaskSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)

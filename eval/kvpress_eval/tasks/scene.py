@@ -7,15 +7,16 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import cast
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, cast
 
 from kvpress_eval.tasks.filler import NOISE, Filler
 from kvpress_eval.tasks.languages.base import Language
 from kvpress_eval.tasks.languages.english import EnglishLanguage
 from kvpress_eval.tasks.questions import PublishedQuestions, QuestionSet
 from kvpress_eval.tasks.sample import Query, Spans
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Chain = Sequence[str]
 """Sentences that appear in this order."""

@@ -9,9 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from kvpress_eval.common.discovery import modules_of
 from kvpress_eval.common.errors import unknown_name
@@ -21,6 +19,9 @@ from kvpress_eval.tasks.questions import QuestionSet, read_questions
 from kvpress_eval.tasks.sample import Sample
 from kvpress_eval.tasks.scene import LONG, SHORT, Scene, Task
 from kvpress_eval.tasks.source import Kind, Source, TaskSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _STRUCTURES = modules_of("kvpress_eval.tasks.structures")
 TASKS: dict[str, Task] = {name: task for module in _STRUCTURES for name, task in module.TASKS.items()}

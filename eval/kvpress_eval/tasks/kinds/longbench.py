@@ -8,9 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from kvpress_eval.common.errors import ConfigError, DataError
 from kvpress_eval.tasks.documents import cut_middle, require_lengths
@@ -28,6 +26,9 @@ from kvpress_eval.tasks.longbench.subsets import CHOICE, EVEN, EVEN_RANGES, FORM
 from kvpress_eval.tasks.longbench.wording import published_wording
 from kvpress_eval.tasks.sample import Query, Sample
 from kvpress_eval.tasks.source import Kind, Source, TaskSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
