@@ -38,6 +38,7 @@ from benchmarks import (
     overhead,
     prefill,
     quality_figures,
+    quantised_weights,
     recall_presses,
     recall_table,
     selection,
@@ -59,6 +60,21 @@ from benchmarks.problems import (
 from kvpress.core.registry import entries
 from kvpress.kernels.cpu import build, launch
 from tests.kernels.compiler import NATIVE, needs_compiler
+
+
+def test_runs_of_quantised_weights_are_stored_and_shown(tmp_path: Path) -> None:
+    row = {"press": "none", "kept": 1.0, "tokens": 0.5, "bytes": 101, "planned bytes": 100}
+    run = {"format": "fp8", "package": "transformers 5", "model": "random", "rows": [row]}
+    path = tmp_path / "runs.json"
+    for stored in (run | {"rows": []}, run | {"format": "gguf"}, run):
+        quantised_weights.store(path, stored)
+    runs = json.loads(path.read_text())["runs"]
+    assert [(stored["format"], len(stored["rows"])) for stored in runs] == [("fp8", 1), ("gguf", 1)]
+    failed = run | {"rows": [row, {"press": "snapkv", "error": "ValueError"}]}
+    assert "| random | 1 of 2 | 100% | 50% | 1.0% |" in quantised_weights.table([failed])
+    record = json.loads(Path("benchmarks/results/quantised_weights.json").read_text())
+    assert quantised_weights.table(record["runs"]) in Path("docs/weights.md").read_text()
+    assert not any("error" in row for stored in record["runs"] for row in stored["rows"])
 
 
 def test_failures_of_the_peers_tests_are_classified_by_their_messages() -> None:

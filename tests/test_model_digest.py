@@ -224,6 +224,25 @@ def test_scales_beside_a_quantised_parameter_count() -> None:
     assert digest_of_weights(model) != before
 
 
+def test_weights_that_the_first_pass_unpacks_have_the_digest_of_the_unpacked_ones() -> None:
+    """compressed-tensors leaves codes on layers until a hook of the model replaces them by weights and removes itself."""
+    model, packed = nn.Sequential(nn.Linear(8, 4)), nn.Sequential(nn.Linear(8, 4))
+    weight = model[0].weight.detach().clone()
+    packed.load_state_dict(model.state_dict())
+    del packed[0].weight
+    packed[0].weight_packed = nn.Parameter(torch.zeros(4, 1, dtype=torch.int32), requires_grad=False)
+
+    def unpack(module: Any, args: Any) -> None:
+        module.ct_decompress_hook.remove()
+        del module.ct_decompress_hook, module[0].weight_packed
+        module[0].weight = nn.Parameter(weight)
+
+    packed.ct_decompress_hook = packed.register_forward_pre_hook(unpack)
+    before = digest_of_weights(packed)
+    packed(torch.ones(1, 8))
+    assert before == digest_of_weights(packed)
+
+
 def test_neither_dtype_nor_strides_change_a_model() -> None:
     model, _ = kvpress.load_model("reference", dtype=torch.float32)
     digest = digest_of_weights(model)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 import kvpress
+from kvpress.hf.models import CACHE
 from kvpress.hf.session.session import session
 from tests.caches import STORAGES, generate, positions
 from tests.models import fingerprint, tiny_model, tokens
@@ -325,3 +326,22 @@ def test_sessions_of_the_same_settings_are_distinguished() -> None:
                 pass
         with session(kvpress.KnormPress(0.5), model):
             pass
+
+
+class PagedAttentionCache:
+    """Stand-in for the cache of continuous batching of transformers."""
+
+
+class PagedDynamicCache(PagedAttentionCache, DynamicCache):
+    """Stand-in for such a cache that is passed in the place of every other one."""
+
+
+@pytest.mark.parametrize(("argument", "paged"), [("cache", PagedAttentionCache), (CACHE, PagedDynamicCache)])
+@pytest.mark.parametrize("spec", ["none", "knorm:0.5"])
+def test_the_cache_of_continuous_batching_is_refused(spec: str, argument: str, paged: type) -> None:
+    model = tiny_model("llama")
+    with (
+        pytest.raises(NotImplementedError, match=r"continuous batching .*generate_batch.* call generate"),
+        kvpress.get_press(spec)(model),
+    ):
+        model(tokens(1, 12), **{argument: paged()})

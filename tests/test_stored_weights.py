@@ -32,11 +32,13 @@ QUANTISED: list[tuple[dict[str, Any], float]] = [
     ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4.5),
     ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 8 + 32 / 128**2),
     ({"quant_method": "quanto", "weights": "int4"}, 4.25),
+    ({"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True}, 4 + 20 / 128),
+    ({"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4, "group_size": 64}}}, 4.5),
+    ({"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}}}, 8),
     (
         {
-            "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
-            "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 32}}},
+            "quant_method": "torchao",
+            "quant_type": {"default": {"_type": "Int4WeightOnlyConfig", "_data": {"group_size": 64}}},
         },
         4.5,
     ),
@@ -80,11 +82,28 @@ def test_files_of_a_quantised_model_are_counted(tmp_path: Path) -> None:
     assert size_of(folder) == 3500
 
 
+def test_weights_that_are_unpacked_at_the_first_pass_have_the_bytes_of_their_type(tmp_path: Path) -> None:
+    folder = write(tmp_path, quantization_config={"quant_method": "compressed-tensors", "format": "pack-quantized"})
+    (tmp_path / "model.safetensors").write_bytes(bytes(3000))
+    assert size_of(folder) == 2 * (LINEAR + DENSE)
+
+
+@pytest.mark.parametrize(
+    "quantised",
+    [
+        {"quant_method": "torchao", "quant_type": {"default": {"_type": "NewConfig"}}},
+        {"quant_method": "torchao", "quant_type": "int8"},
+        {"quant_method": "hqq", "quant_config": {"self_attn.q_proj": {"weight_quant_params": {"nbits": 4}}}},
+    ],
+)
+def test_settings_without_a_known_size_are_refused(quantised: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"quant_method='{quantised['quant_method']}', whose settings"):
+        size_of(write(tmp_path, quantization_config=quantised))
+
+
 def test_a_size_that_nothing_states_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path, quantization_config={"quant_method": "new"})
-    with pytest.raises(
-        ValueError, match="quant_method='new', whose size is known for awq, bitsandbytes, compressed-tensors"
-    ):
+    with pytest.raises(ValueError, match="quant_method='new', not one of auto-round, awq, bitsandbytes"):
         size_of(folder)
     result = CliRunner().invoke(app, ["plan", "--model", folder, "--memory", "4GB", "--press", "none"])
     assert result.exit_code

@@ -16,19 +16,22 @@ from kvpress.hf.models import auto_class, parameters_of_config
 
 HALF = 16
 """Bits of a scale."""
+UNPACKED = ("compressed-tensors",)
+"""Quantisations whose weights transformers unpacks at the first pass, whatever their files hold."""
 
 
 def bytes_of_weights(name: str, config: PreTrainedConfig, dtype: torch.dtype) -> int:
-    """Return the bytes of a model's weights: those of its type, or less if the configuration says how they are quantised.
+    """Return the bytes of a model's weights in memory: those of its type, or less if its layers compute with quantised ones.
 
     Quantised weights have the size of the safetensors files in the folder `name`; without such files, linear layers have the
-    bits of the configuration, and embeddings, norms and the output head have `dtype`.
+    bits of the configuration, and embeddings, norms and the output head have `dtype`. A model of compressed-tensors has the
+    bytes of its type, since its weights are unpacked at the first pass.
 
     Raises:
         ValueError: the quantisation has an unknown size, and there are no files.
     """
     quantised = _quantisation(config)
-    if quantised is None:
+    if quantised is None or _method(quantised) in UNPACKED:
         return parameters_of_config(config) * dtype.itemsize
     folder = Path(folder_of(name))
     if files := sorted(folder.glob("*.safetensors")) if folder.is_dir() else []:
@@ -46,14 +49,21 @@ def _quantisation(config: PreTrainedConfig) -> dict[str, Any] | None:
     return None
 
 
+def _method(quantised: dict[str, Any]) -> str:
+    """Return the name of a quantisation."""
+    method = quantised.get("quant_method")
+    return str(getattr(method, "value", method))
+
+
 def _estimate(model: nn.Module, quantised: dict[str, Any], dtype: torch.dtype) -> int:
     """Return the bytes of a model whose linear layers are quantised, except for the output head and unconverted modules."""
-    method = str(getattr(quantised.get("quant_method"), "value", quantised.get("quant_method")))
+    method = _method(quantised)
     bits = BITS[method](quantised) if method in BITS else None
     if bits is None:
+        reason = "whose settings have no known size" if method in BITS else f"not one of {', '.join(sorted(BITS))}"
         raise ValueError(
-            f"quantization_config has quant_method={method!r}, whose size is known for {', '.join(sorted(BITS))} only; give "
-            "--model a folder with its safetensors files, or leave --memory out"
+            f"quantization_config has quant_method={method!r}, {reason}; give --model a folder with its safetensors files, or "
+            "leave --memory out"
         )
     kept = tuple(quantised.get("modules_to_not_convert") or quantised.get("llm_int8_skip_modules") or ())
     head = model.get_output_embeddings()  # type: ignore[operator]
@@ -81,26 +91,39 @@ def _bitsandbytes(quantised: dict[str, Any]) -> float:
     return 4 + (8.125 if quantised.get("bnb_4bit_use_double_quant") else 32) / 64
 
 
-def _compressed(quantised: dict[str, Any]) -> float | None:
-    """Return the bits of a weight in the first group of layers of compressed-tensors."""
-    groups: list[dict[str, Any]] = list((quantised.get("config_groups") or {}).values())
-    weights = groups[0].get("weights") if groups else None
-    if not weights or "num_bits" not in weights:
+def _hqq(quantised: dict[str, Any]) -> float | None:
+    """Return the bits of a weight of HQQ, in groups with a scale and a zero point of 16 bits."""
+    weights = (quantised.get("quant_config") or {}).get("weight_quant_params")
+    if not weights:  # each kind of layer has settings of its own
         return None
     group = int(weights.get("group_size") or 0)
-    return int(weights["num_bits"]) + (HALF / group if group > 0 else 0)
+    return int(weights["nbits"]) + (2 * HALF / group if group > 0 else 0)
+
+
+def _torchao(quantised: dict[str, Any]) -> float | None:
+    """Return the bits of a weight of torchao by its settings for all layers; 4-bit groups have a scale and a zero point."""
+    settings = quantised.get("quant_type")
+    settings = settings.get("default") if isinstance(settings, dict) else None
+    if not isinstance(settings, dict):
+        return None
+    kind, data = str(settings.get("_type")), settings.get("_data") or {}
+    if kind.startswith("Int4"):
+        return 4 + 2 * HALF / int(data.get("group_size") or 128)
+    return 8.0 if kind.startswith(("Int8", "Float8")) else None
 
 
 BITS: dict[str, Callable[[dict[str, Any]], float | None]] = {
     "awq": _grouped,
     "gptq": _grouped,
+    "auto-round": _grouped,
     "bitsandbytes": _bitsandbytes,
-    "compressed-tensors": _compressed,
     "fp8": lambda quantised: 8 + 32 / 128**2,
     "fbgemm_fp8": lambda quantised: 8.0,
+    "hqq": _hqq,
     "mxfp4": lambda quantised: 4.25,
     "quanto": lambda quantised: {"int8": 8.0, "float8": 8.0, "int4": 4.25, "int2": 2.25}.get(
         quantised.get("weights", "")
     ),
+    "torchao": _torchao,
 }
 """Bits of a quantised weight, scales included, by quant_method."""

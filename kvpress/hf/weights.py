@@ -35,11 +35,13 @@ def digest_of_weights(model: nn.Module, with_head: bool = False) -> str:
 
     Samples are rounded to bfloat16, so that one model has the same digest in float32 and bfloat16, and in float16 where its
     weights were stored in 16 bits. Each device is copied from once. The digest is not cached, since weights
-    can be changed in place.
+    can be changed in place. Weights that compressed-tensors would unpack at the first pass are unpacked now, so that the
+    digest is the same before that pass and after it.
 
     Raises:
         ValueError: a parameter has no values, as on the meta device.
     """
+    _unpack(model)
     head = None if with_head else _head_of(model)
     digest, samples = hashlib.sha256(), []
     for name, tensor in _weights(model, head, set()):
@@ -57,6 +59,13 @@ def digest_of_weights(model: nn.Module, with_head: bool = False) -> str:
     for sample in _on_host(samples):
         digest.update(sample.view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
+
+
+def _unpack(model: nn.Module) -> None:
+    """Unpack the weights of a model that compressed-tensors has packed until its first pass."""
+    handle = getattr(model, "ct_decompress_hook", None)
+    if handle is not None and handle.id in model._forward_pre_hooks:
+        model._forward_pre_hooks[handle.id](model, ())
 
 
 def _head_of(model: nn.Module) -> nn.Module | None:

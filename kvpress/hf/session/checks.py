@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,9 @@ from kvpress.observe.spans import SPANS
 
 GROWING_CACHES = (None, "dynamic", "hybrid", "offloaded")
 """Values of `cache_implementation` whose full-attention layers a press can take over; `hybrid` is an old default."""
+
+PAGED = "PagedAttentionCache"
+"""Name of the cache of continuous batching."""
 
 
 def check_model(model: Any, is_identity: bool, modules: Sequence[Any]) -> bool:
@@ -234,6 +237,16 @@ def check_cache_kind(cache: Any) -> None:
         )
 
 
+def check_unpaged(arguments: Iterable[Any]) -> None:
+    """Refuse the cache of continuous batching, which is a class of its own or a `Cache`, depending on the version."""
+    kinds = {kind.__name__ for value in arguments for kind in type(value).__mro__}
+    if PAGED in kinds:
+        raise NotImplementedError(
+            "continuous batching of transformers (generate_batch) stores the pairs of all requests in shared blocks, which a "
+            "press cannot compress; call generate, or serve with `kvpress serve`"
+        )
+
+
 def check_ids(ids: Tensor) -> None:
     """Refuse an empty prompt."""
     if ids.shape[1] == 0:
@@ -295,6 +308,7 @@ def check_forward(
     Returns:
         Columns of the cache after the pass, padding included; 0 if the pass reads nothing.
     """
+    check_unpaged((*kwargs.values(), *args))
     ids = kwargs.get("input_ids", args[0] if args else None)
     new = ids if ids is not None else kwargs.get("inputs_embeds")
     if new is None:
