@@ -49,6 +49,11 @@ class Amount:
             return 0
         return tokens if tokens <= self.protected else min(tokens, max(1, int(tokens * (1 - self.ratio))))
 
+    def while_generating(self, view: View, left: int) -> int:
+        """Return how many pairs stay while tokens are generated, after `left` stayed the last time."""
+        del view
+        return left
+
     def check(self, tokens: int) -> None:
         """Check that a prompt of `tokens` tokens suits the sizes; subclasses raise ValueError, ratios and budgets suit any."""
 

@@ -205,7 +205,8 @@ class Executor:
         else:
             row = view.rows[0]
             last_target = store.targets[row]
-            target = amount.of(view.seen - store.since_eviction[row]) if last_target is None else last_target
+            left = amount.of(view.seen - store.since_eviction[row]) if last_target is None else last_target
+            target = amount.while_generating(view, left)
         return target, view.seen
 
 

@@ -188,6 +188,8 @@ class Eviction:
     """The choice does not follow scores, so no wrapper can change it."""
     watches: tuple[Wanted, ...] = ()
     """Observers that `rewrite` reads."""
+    prompt_watches: tuple[Wanted, ...] = ()
+    """Observers that only evictions from a prompt read."""
     among: SpanRule | None = None
     """Evicts from the pairs of these spans only, once per span; `amount` counts pairs of the span."""
     refit: Refit | None = None
@@ -303,7 +305,10 @@ class Recipe:
                 "spans cannot be protected from a press with its own `compress` or `forward_hook`, which may evict any pair; "
                 "override `score` instead"
             )
-        observers = (*self.observers, *(item for step in self.evictions for item in step.wants))
+        observers = (
+            *self.observers,
+            *(item for step in self.evictions for item in (*step.wants, *step.prompt_watches)),
+        )
         sums = sorted({item.kind.__name__ for item in observers if getattr(item.kind, "sums_attention", False)})
         if self.pattern is not None and sums:
             raise ValueError(
@@ -337,6 +342,8 @@ class Recipe:
         """Return the observers of a phase, without duplicates."""
         evictions = self.acting("decode") if phase == "decode" else (*self.acting("prefill"), *self.acting("decode"))
         wants = [item for eviction in evictions for item in eviction.wants]
+        if phase == "prefill":
+            wants += [item for eviction in evictions for item in eviction.prompt_watches]
         tracked = self.reads_tokens or any(step.among is not None for step in self.evictions)
         return tuple(dict.fromkeys([*wants, *self.observers, *((SPANS,) if tracked else ())]))
 

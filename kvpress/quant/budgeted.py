@@ -93,10 +93,10 @@ class OfSize(Wrapping):
         if self.bytes is not None:
             step = replace(step, scorer=step.scorer.for_fixed_size())
         if not compete:
-            step = replace(step, watches=(*step.watches, QUERIES))
-        room = self.room(model, recorded_bytes(step))
+            step = replace(step, prompt_watches=(*step.prompt_watches, QUERIES))
         shared: Allocator = inner if compete else ByError(inner, scope="cache")
-        return replace(step, amount=Sized(room=room), allocator=shared)
+        step = replace(step, amount=Sized(room=self.room(model)), allocator=shared)
+        return replace(step, amount=Sized(room=self.room(model, recorded_bytes(step))))
 
 
 @register(
@@ -253,10 +253,13 @@ class ByError(Allocator):
 
     def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
         layers = [list(group) for _, group in groupby(scored, key=lambda entry: entry.view.layer)]
-        weights = torch.tensor([error(layer, mean) for layer in layers], dtype=torch.float64)
-        weights = (weights + ROUNDING).sqrt()
-        weights = (weights / weights.mean()).clamp(1 / MOST, MOST)
         room = torch.tensor([_mean_length(layer) for layer in layers])
+        if scored[0].view.call.phase == "decode":  # the shares of the prompt stay
+            weights = room.double()
+        else:
+            weights = torch.tensor([error(layer, mean) for layer in layers], dtype=torch.float64)
+            weights = (weights + ROUNDING).sqrt()
+            weights = (weights / weights.mean()).clamp(1 / MOST, MOST)
         shares = share_out(mean * len(layers), weights, room)
         return [count for layer, share in zip(layers, shares, strict=True) for count in self.inner.counts(layer, share)]
 

@@ -130,11 +130,15 @@ class SizeLimit:
 
     def pairs(self, tokens: int) -> int:
         """Return how many of `tokens` pairs stay, as a mean over heads."""
-        allowed, width = self.allowed(tokens), self.fitting(tokens)
+        return min(tokens, self.capacity(tokens, self.fitting(tokens)))
+
+    def capacity(self, tokens: int, width: Width) -> int:
+        """Return how many pairs of a width a head may hold after `tokens`, as a mean over heads."""
+        allowed = self.allowed(tokens)
         if width == DENSE:
-            return tokens
+            return int(allowed / self.full)
         once, pair = self.held(SINKS, width), self.held(SINKS + 1, width) - self.held(SINKS, width)
-        return min(tokens, max(FEWEST, SINKS + int((allowed - once) / pair)))
+        return max(FEWEST, SINKS + int((allowed - once) / pair))
 
     def warn_of_windows(self, view: View) -> None:
         """Warn once per cache if layers with a sliding window keep it well above the size limit."""
@@ -195,6 +199,14 @@ class Sized(Amount):
 
     def of(self, tokens: int) -> int:
         return self.room.pairs(tokens)
+
+    def while_generating(self, view: View, left: int) -> int:
+        """Return `left`, or as many pairs as fit into `bytes` in the width of the row, if these are more."""
+        if self.room.bytes is None:
+            return left
+        room = self.beside(view).room
+        width = DENSE if room.width is None else room.width
+        return max(left, room.capacity(view.seen, width))
 
     def check(self, tokens: int) -> None:
         self.room.check(tokens)

@@ -101,6 +101,30 @@ def test_a_factor_and_its_bytes_are_the_same_cache(reference: Any) -> None:
         assert torch.equal(by_factor.values.codes, by_bytes.values.codes)
 
 
+@pytest.mark.parametrize("size", ["bytes=1GB", "bytes=30000", "smaller=12"])
+def test_a_press_that_also_evicts_generated_tokens_keeps_to_the_size(size: str) -> None:
+    """Its sums of attention count among the bytes, and pairs that fit are not evicted."""
+    model, ids = tiny_model("llama"), tokens(1, 97)
+    caches = {}
+    for spec in (f"budgeted(h2o:interval=4):{size}", "none"):
+        with kvpress.get_press(spec)(model) as session:
+            model.generate(ids, max_new_tokens=1, do_sample=False)
+        report = kvpress.memory_report(session.cache)
+        allowed = {"bytes=30000": 30_000, "smaller=12": report.uncompressed_bytes / 12}.get(size, 10**9)
+        assert spec == "none" or report.total_bytes <= allowed
+        with kvpress.get_press(spec)(model) as session:
+            caches[spec] = model.generate(
+                ids, max_new_tokens=12, do_sample=False, return_dict_in_generate=True, output_logits=True
+            )
+    first, second = caches.values()
+    stored = [sum(layer.store.stored()) for layer in first.past_key_values.layers]
+    if size == "bytes=1GB":
+        assert stored == [2 * (97 + 11)] * 3
+        assert all(torch.allclose(*pair, atol=1e-3) for pair in zip(first.logits, second.logits, strict=True))
+    else:
+        assert sum(stored) < 2 * 3 * 97
+
+
 def test_windows_count_among_the_bytes() -> None:
     """Gemma 3 has sliding windows too: their bytes are subtracted from the size, and a size that they fill alone is refused."""
     model = tiny_model("gemma3_text")
