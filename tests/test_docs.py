@@ -160,8 +160,8 @@ def test_documented_refusals_are_refused(refusal: Refusal) -> None:
 @pytest.mark.parametrize("entry", MEASURABLE, ids=by_name)
 def test_presses_act_on_the_prompt_where_they_say_so(entry: Entry) -> None:
     model, tokenizer = kvpress.load_model("reference")
-    text = " Question: The code for tiger is 4837. <think> The old river runs.</think>"
-    ids = tokenizer(text * 40, return_tensors="pt")["input_ids"]
+    plain, spans = " The code for tiger is 4837. The old river runs.", " Question: The river <think> is 4837.</think>"
+    ids = tokenizer(plain * 40 + spans * 10 + plain * 10, return_tensors="pt")["input_ids"]
     press = kvpress.get_press(entry.example)
     cache = DynamicCache(config=model.config)
     with press(model):

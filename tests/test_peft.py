@@ -26,7 +26,7 @@ SPECS = (
     "criticalkv(snapkv:0.5,window_size=4)",
     "critical_adakv(expected_attention:0.5)",
     "kvzip:0.5,repeat_prompt=,kvzip_plus_normalization=true",
-    "frontier:bytes=16KB",
+    "frontier:smaller=5",
     "refit(leverage_score:0.75)",
     "think:0.5",
     "decoding(adakv(knorm)):target_size=20,compression_interval=2",

@@ -151,7 +151,7 @@ class PQSelector(Selector):
 
     def _encode(self, keys: Tensor, centroids: Tensor) -> Tensor:
         """Return the nearest centroids, uint8 `[S, n, m]`, of keys `[S, n, D]` among `centroids [S, m, E, c]`."""
-        points = keys.float().unflatten(2, (self.parts, -1)).transpose(1, 2).flatten(0, 1)
+        points = keys.detach().float().unflatten(2, (self.parts, -1)).transpose(1, 2).flatten(0, 1)
         nearest, _ = assign(points, centroids.float().flatten(0, 1))
         codes: Tensor = nearest.to(torch.uint8).unflatten(0, (-1, self.parts))
         return codes.transpose(1, 2)
@@ -163,7 +163,7 @@ class PQSelector(Selector):
 
         def fit(stream: int, count: int) -> Tensor:
             sinks = self.budget.first if count > self.budget.first else 0
-            vectors = spaced_keys(store, stream, count, FIT_PAIRS * entries, sinks).float()
+            vectors = spaced_keys(store, stream, count, FIT_PAIRS * entries, sinks).detach().float()
             points = vectors.unflatten(1, (self.parts, -1)).transpose(0, 1)
             weights = torch.ones(points.shape[:2], device=points.device)
             return kmeans(points, weights, entries, self.iterations, self.seed, spread=False)[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -304,7 +305,7 @@ def test_layers_share_by_the_root_of_their_error(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("kvpress.quant.budgeted.error", lambda layer, count: errors[layer[0].view.layer])
 
     class Layer:
-        length, shape = 1000, (1, 2, 1000)
+        length, shape, call = 1000, (1, 2, 1000), SimpleNamespace(phase="prefill")
 
         def __init__(self, layer: int) -> None:
             self.layer = layer

@@ -57,6 +57,8 @@ def test_a_long_turn_never_stores_the_scores_of_all_its_tokens(
     model = tiny_model("llama")
     recipe = build(spec, budget).recipe(facts_of(model))
     layers = {layer: recipe.selector_at(layer) for layer in range(3)}
+    for selector in layers.values():
+        selector.prepare(store)  # as after a prompt: what an index takes does not depend on the turn
     largest = {}
     for new in (64, 512):
         queries = torch.randn(1, heads * groups, new, dim, generator=torch.Generator().manual_seed(1))
