@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -109,11 +110,10 @@ class AttentionMatchingPress(ScorerPress):
         masks = [pursued(design, count) for design, count in zip(self.designs(view), stream_counts, strict=True)]
         return torch.stack(masks).view(view.shape)
 
-    def designs(self, view: View) -> list[Design]:
-        """Return the least-squares design of each stream of a view: the sampled queries against all pairs."""
+    def designs(self, view: View) -> Iterator[Design]:
+        """Yield the least-squares design of each stream of a view: the sampled queries against all pairs."""
         weight, logits = view.side.get(LOG_WEIGHT), view.call.logits
         weights = None if weight is None else weight.flatten(0, 1)
-        designs = []
         for n, (queries, _) in enumerate(asked(view, *self.wants)):
             keys, log_weight = view.keys.flatten(0, 1)[n].float(), None if weights is None else weights[n]
             _, lse = attend(
@@ -123,8 +123,7 @@ class AttentionMatchingPress(ScorerPress):
                 logits,
                 log_weight=None if log_weight is None else log_weight[None],
             )
-            designs.append(Design(queries, keys, logits, lse[0], log_weight))
-        return designs
+            yield Design(queries, keys, logits, lse[0], log_weight)
 
 
 def pursued(design: Design, count: int) -> Tensor:

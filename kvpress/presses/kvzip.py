@@ -273,6 +273,10 @@ def _answer_header(tokenizer: Any) -> str:
     return str(chat.partition(mark)[2])
 
 
+_Gathered = tuple[StreamPairs, list[tuple[int, int, int]]]
+"""Pairs of every stream that a layer is scored by, and the ranks of its sinks and of its chunk."""
+
+
 class RepetitionScores:
     """Scores of all stored pairs, `values[layer][n] [pairs]` for stream n; infinite for pairs that were not read again."""
 
@@ -281,7 +285,7 @@ class RepetitionScores:
         self.values: dict[int, list[Tensor]] = {}
         self.outputs: dict[int, Tensor] = {}
         """Weights of output projections by layer, kept until the prompt is read."""
-        self.gathered: dict[int, StreamPairs] = {}
+        self.gathered: dict[int, _Gathered] = {}
         """Pairs that layers have attended to, until they are scored."""
         for call in prefill.calls:
             self.values[call.layer.index] = [
@@ -296,8 +300,8 @@ class RepetitionScores:
 
     def nearby(self, call: LayerCall) -> StreamPairs:
         """Return the sinks, the pairs of the chunk and those of the pass, which the layer attends to and is scored by."""
-        pairs = self.gathered[call.layer.index] = self._pairs(call, StoredPairs(call.store, call.tokens.mask))
-        return pairs
+        gathered = self.gathered[call.layer.index] = self._gather(call)
+        return gathered[0]
 
     def take_in(self, call: LayerCall, divisor: Tensor | None = None) -> None:
         """Store the scores that one layer's queries give to the pairs of the chunk.
@@ -306,36 +310,24 @@ class RepetitionScores:
         after the output projection. The pass's own pairs are in the store, or else, if it was read under autograd, in
         `call.written`.
         """
-        stored = StoredPairs(call.store, call.tokens.mask)
-        pairs = self.gathered.pop(call.layer.index, None)
-        lse = None if pairs is None else call.lse
-        pairs = self._pairs(call, stored) if pairs is None else pairs
+        gathered = self.gathered.pop(call.layer.index, None)
+        lse = None if gathered is None else call.lse
+        pairs, spans = self._gather(call) if gathered is None else gathered
         weights = self._weights(call, pairs, divisor, lse).split(pairs.lengths)
-        spans = self._spans(call, stored)
         for scores, weight, (sinks, start, stop) in zip(self.values[call.layer.index], weights, spans, strict=True):
             scores[start:stop] = weight[sinks : sinks + stop - start]
 
-    def _pairs(self, call: LayerCall, stored: StoredPairs) -> StreamPairs:
-        """Return, for every stream, the sinks, the pairs of the chunk and those of the pass."""
+    def _gather(self, call: LayerCall) -> _Gathered:
+        """Return, for every stream, the sinks, the pairs of the chunk and those of the pass, with the ranks of `_span`."""
         store, new = call.store, call.queries.shape[2]
-        is_stored = store.seen > call.tokens.seen_before
-        return StreamPairs.of(
-            [
-                [
-                    *stored.read(n, 0, sinks),
-                    *stored.read(n, start, stop),
-                    *(
-                        stored.read(n, len(stored.slots[n]) - new, len(stored.slots[n]))
-                        if is_stored
-                        else _written(call, n)
-                    ),
-                ]
-                for n, (sinks, start, stop) in enumerate(self._spans(call, stored))
-            ]
-        )
-
-    def _spans(self, call: LayerCall, stored: StoredPairs) -> list[tuple[int, int, int]]:
-        return [self._span(slots, n // call.store.heads) for n, slots in enumerate(stored.slots)]
+        stored, is_stored = StoredPairs(store, call.tokens.mask), store.seen > call.tokens.seen_before
+        spans = [self._span(slots, n // store.heads) for n, slots in enumerate(stored.slots)]
+        parts = []
+        for n, (sinks, start, stop) in enumerate(spans):
+            length = len(stored.slots[n])
+            own = stored.read(n, length - new, length) if is_stored else _written(call, n)
+            parts.append([*stored.read(n, 0, sinks), *stored.read(n, start, stop), *own])
+        return StreamPairs.of(parts), spans
 
     def _span(self, slots: Tensor, row: int) -> tuple[int, int, int]:
         """Return the ranks where a stream's sinks end, and where its pairs of the chunk begin and end."""
