@@ -209,12 +209,13 @@ def check_size(conversation: Talk, tree: Tree) -> None:
         return
     seen = conversation.cache.get_seq_length() - (last.steps - 1)
     facts = facts_of(conversation.model)
-    room = press.room(facts, max(recorded_bytes(step) for step in press.recipe(facts).evictions))
+    evictions = press.recipe(facts).evictions
+    room = press.room(facts, max(recorded_bytes(step) for step in evictions))
     smallest = room.streams * room.held(min(FEWEST, seen), min(WIDTHS))
     size = max(room.allowed(seen) * room.streams, smallest)
     layers = [layer for layer in kvpress.memory_report(conversation.cache).layers if layer.compressible]
     most = size
-    if any(step.acts_in("decode") for step in press.recipe(facts).evictions):
+    if any(step.acts_in("decode") for step in evictions):
         most += (last.steps - 1) * room.streams * (room.full + room.beside_codes)
     # The tables of a key bias come on top of the size.
     total = sum(

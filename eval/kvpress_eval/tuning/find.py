@@ -197,8 +197,7 @@ class _Tuning:
         self._say(f"measuring {len(presses)} presses on held-out samples")
         cells = self._held_out(examiner, presses)
         frontier = result.measured(cells)
-        guarantee = self._guarantee(best, sized, cells)
-        picked = picked if guarantee is None else guarantee.press
+        picked, guarantee = self._guaranteed(picked, best, sized, cells)
         by_press = {figures.press: figures for figures in frontier}
         if picked not in by_press or NOTHING not in by_press:
             raise ConfigError(f"{picked} could not be measured on the held-out samples: see {self.config.out}/cells")
@@ -365,18 +364,22 @@ class _Tuning:
             rows.append({"sample": item.id, "status": "ok", "score": score, **figures, "measured": timed})
         return CellResult({"press": press, "task": part.task, "length": part.length}, len(rows), rows, None, None)
 
-    def _guarantee(
-        self, best: Sequence[Standing], sized: Sequence[Standing], cells: Sequence[CellResult]
-    ) -> Guarantee | None:
-        """Return the guarantee of the pick; None if none was required, or the full cache is among the best.
+    def _guaranteed(
+        self, picked: str, best: Sequence[Standing], sized: Sequence[Standing], cells: Sequence[CellResult]
+    ) -> tuple[str, Guarantee | None]:
+        """Return the pick and its guarantee; `picked` and None if none was required.
 
         The best presses at the limit share the error. With `max_drop`, the first of them is followed by the same composition in
-        smaller sizes, and the pick is the smallest that passes; else it is the first that passes. If none passes, it is the one
-        with the most evidence.
+        smaller sizes, and the pick is the smallest that passes; else it is the first that passes. If none passes, it is the
+        full cache, which loses nothing, where that is among the best, or else the one with the most evidence.
         """
         wishes = self.wishes
-        if wishes.confidence is None or NOTHING in [standing.press for standing in best]:
-            return None
+        if wishes.confidence is None or (picked == NOTHING and wishes.max_drop is None):
+            return picked, None
+        holds_all = NOTHING in [standing.press for standing in best]
+        best = [standing for standing in best if standing.press != NOTHING]
+        if not best:
+            return NOTHING, None
         smaller = [standing for standing in sized if standing.bytes < best[0].bytes and wishes.max_drop is not None]
         size = {standing.press: standing.bytes for standing in (*best, *smaller)}
         losses = result.losses_by_context(cells, self.split.held_out)
@@ -391,9 +394,15 @@ class _Tuning:
         for guarantee in flat:
             self._say(f"{guarantee.press}: {guarantee.phrase()}")
         passed = [guarantee for guarantee in flat if guarantee.holds]
+        if not passed and holds_all:
+            return NOTHING, None
+        if not flat:
+            return picked, None  # `run` refuses a pick without figures
         if not passed:
-            return max(flat, key=lambda guarantee: guarantee.wealth, default=None)
-        return passed[0] if wishes.max_drop is None else min(passed, key=lambda guarantee: size[guarantee.press])
+            found = max(flat, key=lambda guarantee: guarantee.wealth)
+        else:
+            found = passed[0] if wishes.max_drop is None else min(passed, key=lambda guarantee: size[guarantee.press])
+        return found.press, found
 
     def _tuned_on(self) -> dict[str, Any]:
         split, config = self.split, self.config

@@ -8,6 +8,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,10 +22,11 @@ from kvpress_eval.results.cells import CellResult
 from kvpress_eval.results.store import CellStore
 from kvpress_eval.run.prompts import Prompt
 from kvpress_eval.tasks.sample import Query
-from kvpress_eval.tuning import find, scoring
+from kvpress_eval.tuning import find, result, scoring
 from kvpress_eval.tuning.find import Wishes, tune
 from kvpress_eval.tuning.items import Item, SplitPart
 from kvpress_eval.tuning.result import PRESS, Tuned, losses_by_context, print_frontier
+from kvpress_eval.tuning.search import Standing
 from kvpress_eval.tuning.space import Space
 from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
@@ -288,6 +290,22 @@ def test_a_guarantee_that_no_result_could_give_is_refused_before_the_search(
         ConfigError, match=r"needs 103 held-out contexts of each task .*; niah_single has 2: give held_out=103"
     ):
         run_tune(tmp_path / "best", replace(WISHES, confidence=0.95), tasks=("niah_single",))
+
+
+@pytest.mark.parametrize(("lost", "expected"), [(0, ("a", True)), (10, ("none", None))])
+def test_a_full_cache_among_the_best_is_the_pick_only_if_no_press_is_guaranteed(
+    monkeypatch: pytest.MonkeyPatch, lost: int, expected: tuple[str, bool | None]
+) -> None:
+    losses = {"none": {"t": [0.0] * 120}, "a": {"t": [1.0] * lost + [0.0] * (120 - lost)}}
+    monkeypatch.setattr(result, "losses_by_context", lambda cells, held_out: losses)
+    best = [Standing(name, 8, {"t": 0.0}, size) for name, size in (("none", 100.0), ("a", 10.0))]
+    said: list[str] = []
+    tuning: Any = SimpleNamespace(
+        wishes=Wishes(memory="1GB", max_drop=5.0, confidence=0.95), split=SimpleNamespace(held_out=[]), _say=said.append
+    )
+    press, guarantee = find._Tuning._guaranteed(tuning, "a", best, [], [])
+    assert (press, guarantee and guarantee.holds) == expected
+    assert len(said) == 1
 
 
 def test_questions_about_one_context_are_one_loss() -> None:
