@@ -122,3 +122,15 @@ def step(model: Any, cache: Any, mask: Tensor | None, press: Any, new: Tensor | 
     at = position_ids(grown, new.shape[1])
     with kvpress.reading(model, press):
         return model(new, attention_mask=grown, past_key_values=cache, position_ids=at).logits
+
+
+def assert_rows_decode_as_alone(press: Any) -> None:
+    """Check that the rows of the padded batch of `prefilled` decode a token as each does alone."""
+    model, cache, mask = prefilled(press, padded=True)
+    together = step(model, cache, mask, press)
+    for row, length in enumerate((300, 190)):
+        cache = DynamicCache(config=model.config)
+        with press(model):
+            model(tokens(1, length, seed=row), past_key_values=cache)
+        alone = step(model, cache, None, press, tokens(2, 1, seed=8)[row : row + 1])
+        torch.testing.assert_close(together[row], alone[0], atol=1e-4, rtol=1e-4)

@@ -24,7 +24,15 @@ from kvpress.plan import Geometry, plan
 from kvpress.sparse.sparq import Shared, SparQPress, _stream_groups
 from tests.models import full_layers, grow, padded_batch, position_ids, tiny_model, tokens
 from tests.pairwise import every_pair
-from tests.sparse.selecting import STORAGE, build, grouped_model, partials_of, prefilled, step
+from tests.sparse.selecting import (
+    STORAGE,
+    assert_rows_decode_as_alone,
+    build,
+    grouped_model,
+    partials_of,
+    prefilled,
+    step,
+)
 
 SPEC = "sparq:budget={budget},channels=8"
 PLAIN = SPEC + ",mean_value=false"
@@ -159,14 +167,7 @@ def test_a_budget_of_all_pairs_is_exact(storage: str, padded: bool) -> None:
 @every_storage
 def test_a_padded_row_decodes_as_if_it_were_alone(storage: str, spec: str) -> None:
     press = build(spec, 32, storage)
-    model, cache, mask = prefilled(press, padded=True)
-    together = step(model, cache, mask, press)
-    for row, length in enumerate((300, 190)):
-        cache = DynamicCache(config=model.config)
-        with press(model):
-            model(tokens(1, length, seed=row), past_key_values=cache)
-        alone = step(model, cache, None, press, tokens(2, 1, seed=8)[row : row + 1])
-        torch.testing.assert_close(together[row], alone[0], atol=1e-4, rtol=1e-4)
+    assert_rows_decode_as_alone(press)
 
 
 @every_pair(

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 import kvpress
 from kvpress.cache.attention import merge
@@ -19,7 +18,7 @@ from kvpress.sparse.vattention import Sampled, draw_keys, sample_sizes
 from kvpress.testing import check_press
 from tests.models import tiny_model, tokens
 from tests.pairwise import every_pair
-from tests.sparse.selecting import STORAGE, build, partials_of, prefilled, step
+from tests.sparse.selecting import STORAGE, assert_rows_decode_as_alone, build, partials_of, prefilled, step
 from tests.sparse.stored import DIM, GROUPS, LENGTHS, STREAMS, call_of, chosen_ranks, pairs_of
 
 INNER = {
@@ -187,14 +186,7 @@ def test_several_new_tokens_equal_one_by_one(inner: str, storage: str, padded: b
 @pytest.mark.parametrize("storage", ["dense", "ragged", "packed"])
 def test_a_padded_row_decodes_as_if_it_were_alone(storage: str) -> None:
     press = build(STORAGE[storage] + f"vattention({INNER['quest']}):epsilon=0.3", 16)
-    model, cache, mask = prefilled(press, padded=True)
-    together = step(model, cache, mask, press)
-    for row, length in enumerate((300, 190)):
-        cache = DynamicCache(config=model.config)
-        with press(model):
-            model(tokens(1, length, seed=row), past_key_values=cache)
-        alone = step(model, cache, None, press, tokens(2, 1, seed=8)[row : row + 1])
-        torch.testing.assert_close(together[row], alone[0], atol=1e-4, rtol=1e-4)
+    assert_rows_decode_as_alone(press)
 
 
 def test_a_sample_brings_the_logits_closer_to_full_attention() -> None:
