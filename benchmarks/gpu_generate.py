@@ -347,23 +347,21 @@ def tasks(bench: Bench) -> list[Task]:
     def captured(context: int, name: str) -> None:
         add(context, f"{name}, captured", lambda: measure(bench, context, opened(name, capture)))
 
-    for name in SHORT[:4]:
-        captured(first, name)
-    add(first, STATIC, lambda: measure(bench, first, no_press, static=True))
-    for context in longer:
-        for name in LONG[:3]:
+    for context, names in ((first, SHORT), *((context, LONG) for context in longer)):
+        for name in names[:4]:
             captured(context, name)
-    add(first, EAGER, lambda: measure(bench, first, no_press))
     for name in BATCHED:
         add(first, f"{name}, captured", lambda n=name: measure_batch(bench, first, n, capture), "largest batch")
-    for context in longer:
-        for name in LONG[3:]:
-            captured(context, name)
+    add(first, STATIC, lambda: measure(bench, first, no_press, static=True))
     for name in SHORT[4:]:
         captured(first, name)
-    rows.append(Task({"part": "compression", "context": first}, lambda: time_compression(bench, first)))
     for name in PROFILED:
         add(first, f"{name}, captured", lambda n=name: profile_step(bench, first, n, capture), "profile")
+    add(first, EAGER, lambda: measure(bench, first, no_press))
+    for context in longer:
+        for name in LONG[4:]:
+            captured(context, name)
+    rows.append(Task({"part": "compression", "context": first}, lambda: time_compression(bench, first)))
     for name in STEPPED:
         add(first, name, lambda n=name: measure(bench, first, opened(n, False)))
     for context in longer:

@@ -50,10 +50,12 @@ class Sizes:
     """Lengths of the streams."""
     queries: tuple[int, ...]
     """Queries of a stream."""
+    long: list[int]
+    """Lengths of streams that several programs choose from."""
 
 
-FULL = Sizes((128, 64, 96, 256), [0, 1, 17, 129, 1000, 4101], (1, 8, 80))
-SMALL = Sizes((128, 64), [0, 1, 17, 129], (1,))
+FULL = Sizes((128, 64, 96, 256), [0, 1, 17, 129, 1000, 4101], (1, 8, 80), [0, 5, 20000, 70001])
+SMALL = Sizes((128, 64), [0, 1, 17, 129], (1,), [0, 5, 600])
 
 
 @dataclass(frozen=True)
@@ -346,9 +348,14 @@ def page_cases(sizes: Sizes, device: str) -> Iterator[Case]:
 
 def selection_cases(sizes: Sizes, device: str) -> Iterator[Case]:
     """The best rows of ragged streams; a stream's rows are listed in order, so that the lists are equal."""
-    streams = Streams.random(sizes.lengths, 1, 16, torch.float32, device)
+    for lengths in (sizes.lengths, sizes.long):
+        yield from _selections(lengths, device)
+
+
+def _selections(lengths: list[int], device: str) -> Iterator[Case]:
+    streams = Streams.random(lengths, 1, 16, torch.float32, device)
     capacity = streams.longest
-    scores = torch.randn(len(sizes.lengths), capacity, generator=generator(device), device=device)
+    scores = torch.randn(len(lengths), capacity, generator=generator(device), device=device)
     scores[torch.arange(capacity, device=device) >= streams.lengths[:, None]] = float("-inf")
 
     def calls(k: int, first: int, last: int) -> tuple[Call, Call]:
@@ -357,10 +364,16 @@ def selection_cases(sizes: Sizes, device: str) -> Iterator[Case]:
             lambda: selection_reference.choose(scores, streams.where, k, first, last),
         )
 
+    scores = (scores * 64).round() / 64  # many are equal
     for k in sorted({1, 16, capacity // 4, capacity}):
-        yield Case("best rows", f"best {k} rows", 0.0, lambda k=k: calls(k, 0, 0))
+        yield Case("best rows", f"best {k} of {capacity} rows", 0.0, lambda k=k: calls(k, 0, 0))
         if k > 5:
-            yield Case("best rows", f"best {k} rows, 2 first and 3 last among them", 0.0, lambda k=k: calls(k, 2, 3))
+            yield Case(
+                "best rows",
+                f"best {k} of {capacity} rows, 2 first and 3 last among them",
+                0.0,
+                lambda k=k: calls(k, 2, 3),
+            )
 
 
 def merge_cases(sizes: Sizes, device: str) -> Iterator[Case]:

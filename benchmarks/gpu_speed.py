@@ -177,8 +177,16 @@ def time_peer(shape: Shape, prepare: Callable[..., Call], timer: Timer, bandwidt
     return {**times, "bandwidth_dense": read / times["min_ms"] / bandwidth.read}
 
 
+def peer(shape: Shape, name: str, timer: Timer, bandwidth: Bandwidth) -> Task:
+    """Return the row of another implementation."""
+    return Task(shape.where(name), lambda: time_peer(shape, PEERS[name], timer, bandwidth))
+
+
 def tasks(shapes: list[Shape], skip: list[str], timer: Timer, size: int) -> list[Task]:
-    """Return all rows: the bandwidth, then at every shape our formats, selection, and other implementations."""
+    """Return all rows: the bandwidth, then at every shape our formats, selection, and other implementations.
+
+    Implementations that are compiled first, for some 10 seconds each, come last.
+    """
     bandwidth = Bandwidth(timer, size)
     rows = [Task({"part": PART, "bandwidth": "read and copy"}, bandwidth.row)]
     for shape in shapes:
@@ -186,9 +194,9 @@ def tasks(shapes: list[Shape], skip: list[str], timer: Timer, size: int) -> list
             rows.append(Task(shape.where(name), lambda s=shape, b=build: time_cache(s, b, timer, bandwidth)))
         for step, call in STEPS.items():
             rows.append(Task(shape.where(SELECT + step), lambda s=shape, c=call: time_step(s, c, timer)))
-        for name, prepare in PEERS.items():
-            if timer.device != "cpu" or name not in COMPILED:
-                rows.append(Task(shape.where(name), lambda s=shape, p=prepare: time_peer(s, p, timer, bandwidth)))
+        rows += [peer(shape, name, timer, bandwidth) for name in PEERS if name not in COMPILED]
+    if timer.device != "cpu":
+        rows += [peer(shape, name, timer, bandwidth) for shape in shapes for name in COMPILED]
     return [task for task in rows if not any(str(task.where.get("name")).split(":")[0] == name for name in skip)]
 
 

@@ -33,6 +33,7 @@ from kvpress.kernels.prefill import triton as prefill  # noqa: E402
 from kvpress.kernels.quantisation import triton as pack  # noqa: E402
 from kvpress.kernels.scores import triton as scores  # noqa: E402
 from kvpress.kernels.scores.contract import LABEL_BITS  # noqa: E402
+from kvpress.kernels.selection import parallel  # noqa: E402
 from kvpress.kernels.selection import triton as selection  # noqa: E402
 from kvpress.kernels.triton import grid  # noqa: E402
 
@@ -127,18 +128,18 @@ def packed_variant(
     floats: torch.dtype | None = None,
     row_scaled: bool = False,
     centred: bool = False,
+    many: bool = False,
 ) -> Variant:
     """Quantised decode; by default keys in groups of rows, values in groups of channels.
 
     With `floats`, codes are indices of levels and have scales of that dtype without zeros; with `row_scaled`, keys have a
-    factor per row; with `centred`, the middle code means zero.
+    factor per row; with `centred`, the middle code means zero; with `many`, there are streams for all programs that fit.
     """
     kg, vg = key_group or (group, 1), (1, group)
-    short, few = kg[0] % 64 in (16, 32, 48), rows <= packed.LEAST_ROWS and bits != 3
-    launch = packed.limits(2 * D, rank > 0 or outliers, floats is not None, listed, short, few)
+    launch = packed.limits(2 * D, bits, rank > 0 or outliers, floats is not None, listed, kg[1] == D, many)
     block, fold = packed.block_rows(kg[0], not listed, launch.block)
-    key = packed.byte_chunks(D, bits, None if fold else kg[1])
-    value = packed.byte_chunks(D, bits, vg[1])
+    key = packed.units(D, bits, None if fold else kg[1])
+    value = packed.units(D, bits, vg[1])
     narrow = 0 if floats is None else NARROW_SCALES.get(floats, 0)
     dtype = "u8" if narrow else dtype
     parts = ("SCALE", "ZERO") if floats is None and not centred else ("SCALE",)
@@ -150,8 +151,8 @@ def packed_variant(
     pointers |= {"KEY_ROW_SCALE": "fp16"} if row_scaled else {}
     constants = {
         "D": D, "K_BITS": bits, "K_GR": kg[0], "K_GC": kg[1], "DV": D, "V_BITS": bits, "V_GR": vg[0], "V_GC": vg[1],
-        "KC": key.chunks, "KW": key.width, "KP": key.padded, "KPARTS": key.parts, "FOLD": fold,
-        "VC": value.chunks, "VW": value.width, "VP": value.padded, "VPARTS": value.parts, "BM": rows, "BN": block,
+        "KC": key.chunks, "KW": key.width, "KP": key.padded, "KPARTS": key.parts, "K_UNIT": key.size, "FOLD": fold,
+        "VC": value.chunks, "VW": value.width, "VP": value.padded, "VPARTS": value.parts, "V_UNIT": value.size, "BM": rows, "BN": block,
         "NP": STREAMS, "HIGH": packed.outlier_tiles(D), "K_NARROW": narrow, "V_NARROW": narrow,
         "K_POINT": (2**bits - 1) / 2 * centred, "V_POINT": (2**bits - 1) / 2 * centred,
     }  # fmt: skip
@@ -165,11 +166,12 @@ def packed_variant(
     corrected += "" if floats is None else f" levels {str(floats).removeprefix('torch.')}"
     corrected += " rows scaled" if row_scaled else ""
     corrected += " centred" if centred else ""
+    corrected += " many" if many else ""
     scales = sum(len(parts) * TYPES[dtype] * D / (gr * gc) for gr, gc in (kg, vg))
     shape = f"K{kg[0]}x{kg[1]} V{vg[0]}x{vg[1]}"
     name = f"int{bits}{'-select' if listed else ''} {shape} D{D} M{rows}{corrected}"
     read_bytes = block * (2 * D * bits / 8 + scales + 2 * row_scaled)
-    limits: dict[str, Any] = {"warps": launch.warps, "stages": packed.STAGES, "registers": launch.registers}
+    limits: dict[str, Any] = {"warps": packed.WARPS, "stages": packed.STAGES, "registers": launch.registers}
     tuples = {"KEY_TERMS": terms, "VALUE_TERMS": terms}
     return Variant(name, packed_kernel.decode_kernel, pointers, constants, read_bytes, tuples=tuples, **limits)
 
@@ -276,7 +278,7 @@ def other_variants() -> Iterator[Variant]:
     for name, lengths in (("merge D128", ("*i64",)), ("merge 3 results D128", (None,) * 3)):
         count, block = len(lengths), merge.SPLIT_BLOCK if lengths[0] else 1
         constants: dict[str, Any] = {"SPLITS": (1056,) * count, "BLOCKS": (64,) * count, "COUNT": count, "NP": STREAMS}
-        constants |= {"DV": 128, "DVP": 128, "BLOCK": merge.SPLIT_BLOCK}
+        constants |= {"DV": 128, "DVP": merge.CHANNELS, "BLOCK": merge.SPLIT_BLOCK}
         tuples: dict[str, tuple[str | None, ...]] = dict.fromkeys(("OUTS", "LSES"), ("*fp32",) * count)
         tuples["LENGTHS"] = lengths
         floats, limits = {"OUT": "fp32", "LSE": "fp32"}, merge.REGISTERS
@@ -285,18 +287,35 @@ def other_variants() -> Iterator[Variant]:
             name, merge._kernel, floats, constants, read_bytes, tuples=tuples, registers=limits, streams=False
         )
     pointers = {"SCORES": "fp32", "STARTS": "i64", "LENGTHS": "i64", "ROWS": "i32", "COUNTS": "i64"}
-    constants = {"BLOCK": selection.BLOCK, "FIELD": selection.FIELD}
     sizes = dict.fromkeys(("stride", "capacity", "first", "last"), "any")
-    yield Variant(
-        "top rows",
-        selection._kernel,
-        pointers,
-        constants,
-        4 * selection.BLOCK,
-        sizes,
-        warps=selection.WARPS,
-        streams=False,
-    )
+    for block in (2048, selection.LONGEST):
+        yield Variant(
+            f"best of {block} rows",
+            selection._kernel,
+            pointers,
+            {"BLOCK": block},
+            4 * block,
+            sizes,
+            warps=block // (32 * selection.PER_THREAD),
+            streams=False,
+        )
+    tensors = {"HISTOGRAMS": "i32", "SUMS": "i32"}
+    chunks = {"PLACES": parallel.PLACES, "LARGEST": parallel.LARGEST, "CHUNK": parallel.CHUNK, "BLOCK": parallel.BLOCK}
+    for name, kernel, known in (
+        ("digits", parallel._histogram_kernel, {"KNOWN": 4}),
+        ("counts", parallel._count_kernel, {}),
+        ("rows", parallel._list_kernel, {"CHUNKS": 16}),
+    ):
+        yield Variant(
+            f"{name} of best rows",
+            kernel,
+            pointers | tensors,
+            chunks | known,
+            4 * parallel.CHUNK,
+            sizes,
+            warps=parallel.WARPS,
+            streams=False,
+        )
     matrices = {"ROTATION": "fp32", "CENTRE": "bf16", "OUT": "fp32", "SHIFT": "fp32"}
     constants = {"D": 128, "C": 128, "BM": basis.BM, "BC": basis.BC, "BK": basis.BK}
     for name, kernel, tensors in (
@@ -361,6 +380,8 @@ def variants() -> Iterator[Variant]:
     for D in (64, 80, 96, 192, 256):
         yield packed_variant(4, D, 4, 16 if D == 80 else 32)
     for bits in (2, 4):
+        yield packed_variant(bits, 128, 4, many=True)
+        yield packed_variant(bits, 128, 4, 128, key_group=(1, 128), centred=True, many=True)
         yield packed_variant(bits, 128, 4, 64)
         yield packed_variant(bits, 128, 4, 128, key_group=(1, 128))
         yield packed_variant(bits, 128, 4, 128, key_group=(1, 128), centred=True)

@@ -68,7 +68,7 @@ def _kernel(
             mask = live_m[:, None] & live_d[None, :]
             q = tl.load(Q + (n * M + m[:, None]) * D + channel[None, :], mask=mask, other=0.0)
             if BITS > 0:
-                code = codes.unpack(high, high, d[:, None], p, D, BITS)
+                code = codes.unpack(high, high, p, 0, BITS)
                 q = q.to(tl.float16)
                 scores = tl.dot(q, code, scores)
                 total += tl.sum(q.to(tl.float32), 1)

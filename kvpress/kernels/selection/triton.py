@@ -2,8 +2,9 @@
 """Numbers of the rows with the largest scores in Triton: a search for the smallest chosen score, in one launch.
 
 One program serves a stream. Scores are mapped to integers of 32 bits in the same order. Each of 16 passes counts the integers
-from three thresholds on, which settles two bits of the smallest chosen one. A last pass lists the rows above it, and as many
+from three thresholds on, which settles two bits of the smallest chosen one. Then the rows above it are listed, and as many
 equal ones as fit, in ascending order. Counting takes few instructions and no atomics, as a histogram of several bits would.
+The integers stay in registers; `parallel` serves streams that are too long for that.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -16,43 +17,39 @@ import triton.language as tl
 from torch import Tensor
 
 from kvpress.kernels.formats.operand import Ranges
+from kvpress.kernels.selection import parallel
 from kvpress.kernels.triton.device import on_device
 from kvpress.kernels.triton.grid import padded
+from kvpress.kernels.triton.order import order
 
-BLOCK, WARPS = 4096, 16
-"""Scores that a program reads at a time, and its warps: 8 scores of each thread."""
-
-FIELD = 10
-"""Bits in which a thread counts: enough for 1023 trips, 4 million scores."""
+LONGEST, PER_THREAD = 8192, 16
+"""Most scores of a stream that one program reads, and scores of a thread."""
 
 COLUMNS = 1024
 """Rows of chosen blocks that a program lists."""
 
 
 @triton.jit
-def _order(scores):
-    """Map float32 to uint32 in the same order: -0.0 like 0.0, NaN below minus infinity."""
-    bits = tl.where(scores == 0, 0.0, scores).to(tl.int32, bitcast=True)
-    signed = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    unsigned = signed.to(tl.uint32, bitcast=True) ^ 0x80000000
-    return tl.where(scores == scores, unsigned, tl.zeros_like(unsigned))
-
-
-@triton.jit
-def _counts(SCORES, low, high, i, first, second, third, BLOCK: tl.constexpr, FIELD: tl.constexpr):
-    """Count the scores low .. high - 1 from each threshold on: int32 [BLOCK] with three fields, to be summed."""
-    counts = tl.zeros([BLOCK], tl.int32)
-    for at in tl.range(low, high, BLOCK):
-        live = at + i < high
-        key = _order(tl.load(SCORES + at + i, mask=live, other=0.0))
-        trip = (key >= first).to(tl.int32) + ((key >= second).to(tl.int32) << FIELD)
-        counts += tl.where(live, trip + ((key >= third).to(tl.int32) << (2 * FIELD)), 0)
-    return counts
+def _smallest(key, competes, wanted):
+    """Return the smallest of the `wanted` largest integers among those that compete."""
+    smallest = tl.zeros([], tl.uint32)
+    for step in tl.range(16):
+        bit = tl.full([], 1, tl.uint32) << (30 - 2 * step)
+        counts = tl.zeros_like(key).to(tl.int64)
+        for threshold in tl.static_range(3):  # three counts of 20 bits: one sum instead of three
+            reached = competes & (key >= smallest + (threshold + 1) * bit)
+            counts += reached.to(tl.int64) << (20 * threshold)
+        total = tl.sum(counts, 0)
+        digit = tl.zeros([], tl.uint32)
+        for threshold in tl.static_range(3):
+            digit += (((total >> (20 * threshold)) & 0xFFFFF) >= wanted).to(tl.uint32)
+        smallest += digit * bit
+    return smallest
 
 
 @triton.jit(do_not_specialize=["capacity", "width", "first", "last"])
 def _kernel(
-    SCORES, STARTS, LENGTHS, MOST, ROWS, COUNTS, stride, capacity, width, first, last, BLOCK: tl.constexpr, FIELD: tl.constexpr
+    SCORES, STARTS, LENGTHS, MOST, ROWS, COUNTS, stride, capacity, width, first, last, BLOCK: tl.constexpr
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
     length = tl.minimum(tl.load(LENGTHS + n), capacity).to(tl.int32)
@@ -63,38 +60,17 @@ def _kernel(
     low = tl.minimum(first, length)
     high = tl.maximum(length - last, low)
     wanted = count - (length - (high - low))
-    SCORES += n * stride
     i = tl.arange(0, BLOCK)
-
-    smallest = tl.zeros([], tl.uint32)
-    for step in tl.range(16):
-        bit = tl.full([], 1, tl.uint32) << (30 - 2 * step)
-        counts = _counts(SCORES, low, high, i, smallest + bit, smallest + 2 * bit, smallest + 3 * bit, BLOCK, FIELD)
-        digit = tl.zeros([], tl.uint32)
-        for threshold in tl.static_range(3):
-            above = tl.sum((counts >> (FIELD * threshold)) & ((1 << FIELD) - 1), 0)
-            digit += (above >= wanted).to(tl.uint32)
-        smallest += digit * bit
-    for at in tl.range(low, high, BLOCK):
-        key = _order(tl.load(SCORES + at + i, mask=at + i < high, other=0.0))
-        wanted -= tl.sum(((at + i < high) & (key > smallest)).to(tl.int32), 0)
-
+    competes = (i >= low) & (i < high)
+    key = order(tl.load(SCORES + n * stride + i, mask=i < length, other=0.0))
+    smallest = _smallest(key, competes, wanted)
+    above, ties = competes & (key > smallest), competes & (key == smallest)
+    fitting = wanted - tl.sum(above.to(tl.int32), 0)
+    chosen = (i < length) & ((competes == 0) | above | (ties & (tl.cumsum(ties.to(tl.int32), 0) <= fitting)))
+    place = tl.cumsum(chosen.to(tl.int32), 0) - 1
     ROWS += n * width
-    start = tl.load(STARTS + n)
-    taken = low * 0
-    for at in tl.range(0, length, BLOCK):
-        rank = at + i
-        live = rank < length
-        key = _order(tl.load(SCORES + rank, mask=live, other=0.0))
-        is_open = (rank >= low) & (rank < high)
-        ties = (is_open & (key == smallest)).to(tl.int32)
-        chosen = live & ((is_open == 0) | (key > smallest) | ((ties > 0) & (tl.cumsum(ties, 0) <= wanted)))
-        wanted -= tl.sum(ties, 0)
-        place = taken + tl.cumsum(chosen.to(tl.int32), 0) - 1
-        tl.store(ROWS + place, (start + rank).to(tl.int32), mask=chosen & (place < width))
-        taken += tl.sum(chosen.to(tl.int32), 0)
-    for at in tl.range(count, width, BLOCK):
-        tl.store(ROWS + at + i, tl.zeros([BLOCK], tl.int32), mask=at + i < width)
+    tl.store(ROWS + place, (tl.load(STARTS + n) + i).to(tl.int32), mask=chosen & (place < width))
+    tl.store(ROWS + i, tl.zeros([BLOCK], tl.int32), mask=(i >= count) & (i < width))
     tl.store(COUNTS + n, count.to(tl.int64))
 
 
@@ -106,7 +82,12 @@ def choose(
     streams, capacity = scores.shape
     rows = torch.empty(streams, min(k, capacity), dtype=torch.int32, device=scores.device)
     counts = torch.empty(streams, dtype=torch.int64, device=scores.device)
-    if rows.numel():
+    if not rows.numel():
+        counts.zero_()
+    elif capacity > LONGEST:
+        parallel.choose(scores, where, rows, counts, first, last, limits)
+    else:
+        block = padded(capacity, 2048)
         _kernel[(streams,)](
             scores,
             where.starts.contiguous(),
@@ -119,12 +100,9 @@ def choose(
             rows.shape[1],
             first,
             last,
-            min(BLOCK, padded(capacity, 1024)),
-            FIELD,
-            num_warps=WARPS if capacity > BLOCK // 2 else WARPS // 4,
+            block,
+            num_warps=block // (32 * PER_THREAD),
         )
-    else:
-        counts.zero_()
     return rows, counts
 
 

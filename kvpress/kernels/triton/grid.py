@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-REGISTERS = 65536
-"""Registers of a multiprocessor on every supported chip."""
+SCHEDULERS, REGISTERS = 4, 16384
+"""Schedulers of a multiprocessor on every supported chip, and registers of each: a warp has all of its own from one of them."""
 
 MOST_SPLITS, LEAST_BLOCKS = 128, 2
 """Most splits of a stream, and fewest blocks of a split."""
@@ -67,7 +67,7 @@ def plan(
     streams, queries = q.shape[:2]
     rows = min(max_rows, padded(queries, min_rows))
     tiles = -(-queries // rows)
-    fitting = resident * _multiprocessors(q.device) // max(1, tiles)
+    fitting = resident * multiprocessors(q.device) // max(1, tiles)
     # A stream has a program more than its share, for the rest of its blocks; see `online.splits_of`.
     useful = 1 + capacity // (LEAST_BLOCKS * block)
     splits = min(fitting, useful * streams) if fitting >= 2 * streams and useful > 2 else 0
@@ -76,7 +76,10 @@ def plan(
 
 def resident(warps: int, registers: int | None, limit: int) -> int:
     """Return the number of programs, at most `limit`, that fit on a multiprocessor; `limit` where registers are not limited."""
-    return limit if registers is None else max(1, min(limit, REGISTERS // (32 * warps * registers)))
+    if registers is None:
+        return limit
+    fitting = SCHEDULERS * (REGISTERS // (32 * -(-registers // 8) * 8))
+    return max(1, min(limit, fitting // warps))
 
 
 def padded(size: int, minimum: int = 16) -> int:
@@ -95,7 +98,8 @@ def block_rows(channels: int, itemsize: int) -> int:
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a device."""
     if device.type != "cuda":
         return WITHOUT_DEVICE
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -97,13 +97,13 @@ def to_logits(products, scale, softcap):
 
 
 @triton.jit
-def update(logits, largest, total):
-    """Do one block of online softmax: return weights, the factor of earlier sums, the new maximum and the new total."""
-    new = tl.maximum(largest, tl.max(logits, 1))
+def update(logits, largest, total, AXIS: tl.constexpr = 1):
+    """Do one block of online softmax over an axis: return weights, the factor of earlier sums, the new maximum and total."""
+    new = tl.maximum(largest, tl.max(logits, AXIS))
     safe = tl.where(new == -float("inf"), 0.0, new)  # all rows masked so far: (-inf) - (-inf) would be NaN
-    weights = tl.exp2(logits - safe[:, None] + LIFT)
+    weights = tl.exp2(logits - tl.expand_dims(safe - LIFT, AXIS))
     keep = tl.exp2(largest - safe)
-    return weights, keep, new, total * keep + tl.sum(weights, 1)
+    return weights, keep, new, total * keep + tl.sum(weights, AXIS)
 
 
 @triton.jit

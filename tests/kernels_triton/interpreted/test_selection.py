@@ -7,12 +7,21 @@ import pytest
 import torch
 
 from kvpress.kernels import Ranges
-from kvpress.kernels.selection import reference, triton
+from kvpress.kernels.selection import parallel, reference, triton
 from tests.kernels.selection.test_blocks import SIZE, assert_rows, problem
 from tests.kernels.selection.test_top_rows import KINDS, assert_chosen, drawn, placed
 
 LENGTHS = [0, 1, 39, 40, 41, 5000]
 CAPACITY = 5001
+
+
+@pytest.fixture(params=["one program", "several"], autouse=True)
+def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let one program read a stream, or several with chunks that are shorter than it."""
+    if request.param == "several":
+        monkeypatch.setattr(triton, "LONGEST", 0)
+        monkeypatch.setattr(parallel, "CHUNK", 1024)
+        monkeypatch.setattr(parallel, "BLOCK", 256)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -227,8 +227,10 @@ def _kernel(
                     D, HALF,
                 )  # fmt: skip
             else:
-                products += correction.key_outliers(
-                    Q + n * M * D, m, live_m, key_first, key_channel, key_delta, base + row, live, D
+                products += tl.trans(
+                    correction.key_outliers(
+                        Q + n * M * D, m, live_m, key_first, key_channel, key_delta, base + row, live, D
+                    )
                 )
         if offset_products is not None:
             products += online.added(
@@ -241,7 +243,7 @@ def _kernel(
         weights, keep, largest, total = online.update(logits, largest, total)
         if value_first is not None:
             outliers = correction.value_outliers(
-                weights, keep, outliers, value_first, value_channel, value_delta, base + row, live
+                tl.trans(weights), keep, outliers, value_first, value_channel, value_delta, base + row, live
             )
         live_v = live[:, None, None] & (vg < VG)[None, :, None]
         values = _side(
@@ -260,7 +262,7 @@ def _kernel(
         column = tl.arange(0, VGP * VCP)
         channel = column // VCP * VC + column % VCP
         live_c = (column // VCP < VG) & (column % VCP < VC)
-        acc += correction.outlier_outputs(outliers, tl.where(live_c, channel, 0), BM)
+        acc += tl.trans(correction.outlier_outputs(outliers, tl.where(live_c, channel, 0), BM))
     out = tl.reshape(acc * norm[:, None], [BM, VGP, VCP])
     to = OUT + out_row[:, None, None] * (VG * VC) + (vg[:, None] * VC + vc[None, :])[None, :, :]
     live_v = (vg[:, None] < VG) & (vc[None, :] < VC)

@@ -16,6 +16,8 @@ Loops over chunks and outliers are inside an `if`: Triton then still prefetches 
 import triton
 import triton.language as tl
 
+from kvpress.kernels.triton import codes
+
 LOW = tl.constexpr(16)
 
 ENTRIES = tl.constexpr(64)
@@ -26,52 +28,57 @@ NO_CHUNK = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def key_low_rank(
-    q, products, FACTOR, BASIS, CHUNK, row, live, j,
-    D: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr, C: tl.constexpr, W: tl.constexpr, PARTS: tl.constexpr,
+    q, products, FACTOR, BASIS, CHUNK, row, live, j, D: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Add the products of queries, in the pieces of `packed_kernel`, with the low-rank terms of keys: float32 [BM, BN]."""
+    """Add the products of queries, in the pieces of `packed_kernel`, with the low-rank terms of keys: float32 [BN, BM]."""
     chunk = tl.load(CHUNK + row, mask=live, other=NO_CHUNK)
     current = tl.min(chunk, 0)
     k = tl.arange(0, RP)
     if current < NO_CHUNK:
         while current < NO_CHUNK:
-            inner = tl.zeros([products.shape[0], RP], tl.float32)
+            inner = tl.zeros([RP, products.shape[1]], tl.float32)
             for c in tl.static_range(C):
-                column = c * W + j[:, None]
-                mask = (column < D // PARTS) & (k < RANK)[None, :]
+                column = c * W + j[None, :]
+                mask = (column < D // PARTS // UNIT) & (k < RANK)[:, None]
                 for p in tl.static_range(PARTS):
-                    at = (current.to(tl.int64) * RANK + k[None, :]) * D + p * (D // PARTS) + column
-                    basis = tl.load(BASIS + at, mask=mask, other=0.0)
-                    inner = tl.dot(q[c * PARTS + p].to(basis.dtype), basis, inner, input_precision="tf32")
-            mine = (chunk == current)[None, :] & (k < RANK)[:, None]
-            factor = tl.load(FACTOR + row[None, :] * RANK + k[:, None], mask=mine, other=0.0)
-            products = tl.dot(inner, factor.to(tl.float32), products, input_precision="tf32")
+                    for b in tl.static_range(UNIT):
+                        channel = codes.channel(p, b, column, D, PARTS, UNIT)
+                        at = (current.to(tl.int64) * RANK + k[:, None]) * D + channel
+                        basis = tl.load(BASIS + at, mask=mask, other=0.0)
+                        query = q[(c * PARTS + p) * UNIT + b].to(basis.dtype)
+                        inner = tl.dot(basis, query, inner, input_precision="tf32")
+            mine = (chunk == current)[:, None] & (k < RANK)[None, :]
+            factor = tl.load(FACTOR + row[:, None] * RANK + k[None, :], mask=mine, other=0.0)
+            products = tl.dot(factor.to(tl.float32), inner, products, input_precision="tf32")
             current = tl.min(tl.where(chunk > current, chunk, NO_CHUNK), 0)
     return products
 
 
 @triton.jit
 def value_low_rank(
-    weights, acc, FACTOR, BASIS, CHUNK, row, live, j,
-    D: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr, C: tl.constexpr, W: tl.constexpr, PARTS: tl.constexpr,
+    weights, acc, FACTOR, BASIS, CHUNK, row, live, j, D: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Add the products of weights with the low-rank terms of values to outputs, in the pieces of `packed_kernel`."""
+    """Add the products of weights [BN, BM] with the low-rank terms of values to outputs, in the pieces of `packed_kernel`."""
     chunk = tl.load(CHUNK + row, mask=live, other=NO_CHUNK)
     current = tl.min(chunk, 0)
     k = tl.arange(0, RP)
     if current < NO_CHUNK:
         while current < NO_CHUNK:
-            mine = (chunk == current)[:, None] & (k < RANK)[None, :]
-            factor = tl.load(FACTOR + row[:, None] * RANK + k[None, :], mask=mine, other=0.0)
-            inner = tl.dot(weights.to(factor.dtype), factor, input_precision="tf32")
+            mine = (chunk == current)[None, :] & (k < RANK)[:, None]
+            factor = tl.load(FACTOR + row[None, :] * RANK + k[:, None], mask=mine, other=0.0)
+            inner = tl.dot(factor, weights.to(factor.dtype), input_precision="tf32")
             new = ()
             for c in tl.static_range(C):
-                column = c * W + j[None, :]
-                mask = (column < D // PARTS) & (k < RANK)[:, None]
+                column = c * W + j[:, None]
+                mask = (column < D // PARTS // UNIT) & (k < RANK)[None, :]
                 for p in tl.static_range(PARTS):
-                    at = (current.to(tl.int64) * RANK + k[:, None]) * D + p * (D // PARTS) + column
-                    basis = tl.load(BASIS + at, mask=mask, other=0.0).to(tl.float32)
-                    new += (tl.dot(inner, basis, acc[c * PARTS + p], input_precision="tf32"),)
+                    for b in tl.static_range(UNIT):
+                        channel = codes.channel(p, b, column, D, PARTS, UNIT)
+                        at = (current.to(tl.int64) * RANK + k[None, :]) * D + channel
+                        basis = tl.load(BASIS + at, mask=mask, other=0.0).to(tl.float32)
+                        new += (tl.dot(basis, inner, acc[(c * PARTS + p) * UNIT + b], input_precision="tf32"),)
             acc = new
             current = tl.min(tl.where(chunk > current, chunk, NO_CHUNK), 0)
     return acc
@@ -79,34 +86,35 @@ def value_low_rank(
 
 @triton.jit
 def key_outliers(Q, m, live_m, FIRST, CHANNEL, DELTA, row, live, D: tl.constexpr):
-    """Return the products of query rows m with the outliers of keys, float32 [BM, BN]."""
+    """Return the products of query rows m with the outliers of keys, float32 [BN, BM]."""
     BN: tl.constexpr = row.shape[0]
     SLOTS: tl.constexpr = ENTRIES // BN
     first, count, longest = entries_of(FIRST, row, live)
-    products = tl.zeros([m.shape[0], BN], tl.float32)
+    products = tl.zeros([BN, m.shape[0]], tl.float32)
     if longest > 0:
         for e in tl.range(0, longest, SLOTS):
             channel, delta = slots_of(CHANNEL, DELTA, first, count, e, SLOTS)
-            query = tl.load(Q + m[:, None] * D + channel[None, :], mask=live_m[:, None], other=0.0)
-            products += tl.sum(tl.reshape(query.to(tl.float32) * delta.to(tl.float32), [m.shape[0], SLOTS, BN]), 1)
+            query = tl.load(Q + m[None, :] * D + channel[:, None], mask=live_m[None, :], other=0.0)
+            terms = query.to(tl.float32) * delta[:, None].to(tl.float32)
+            products += tl.sum(tl.reshape(terms, [SLOTS, BN, m.shape[0]]), 0)
     return products
 
 
 @triton.jit
 def value_outliers(weights, keep, acc, FIRST, CHANNEL, DELTA, row, live):
-    """Scale the accumulator by `keep` and add the products of weights [BM, BN] with the outliers of values.
+    """Scale the accumulator by `keep` and add the products of weights [BN, BM] with the outliers of values.
 
     The accumulator is float32 [LOW, BM * HIGH], with channel h * LOW + l of query row m at (l, m * HIGH + h).
     """
-    BM: tl.constexpr = weights.shape[0]
-    BN: tl.constexpr = weights.shape[1]
+    BN: tl.constexpr = weights.shape[0]
+    BM: tl.constexpr = weights.shape[1]
     HIGH: tl.constexpr = acc.shape[1] // BM
     SLOTS: tl.constexpr = ENTRIES // BN
     high, low = tl.arange(0, HIGH), tl.arange(0, LOW)
     acc *= tl.reshape(tl.broadcast_to(keep[:, None], [BM, HIGH]), [BM * HIGH])[None, :]
     first, count, longest = entries_of(FIRST, row, live)
     if longest > 0:
-        slots = tl.reshape(tl.broadcast_to(tl.trans(weights)[None, :, :], [SLOTS, BN, BM]), [SLOTS * BN, BM, 1])
+        slots = tl.reshape(tl.broadcast_to(weights[None, :, :], [SLOTS, BN, BM]), [SLOTS * BN, BM, 1])
         for e in tl.range(0, longest, SLOTS):
             channel, delta = slots_of(CHANNEL, DELTA, first, count, e, SLOTS)
             is_high = (channel // LOW)[:, None, None] == high[None, None, :]
@@ -118,9 +126,9 @@ def value_outliers(weights, keep, acc, FIRST, CHANNEL, DELTA, row, live):
 
 @triton.jit
 def outlier_outputs(acc, channel, BM: tl.constexpr):
-    """Return some channels of an accumulator of `value_outliers`: [BM, channels]."""
+    """Return some channels of an accumulator of `value_outliers`: [channels, BM]."""
     rows = tl.reshape(tl.trans(acc), [BM, acc.shape[0] * acc.shape[1] // BM])
-    return tl.gather(rows, tl.broadcast_to(channel[None, :], [BM, channel.shape[0]]), 1)
+    return tl.trans(tl.gather(rows, tl.broadcast_to(channel[None, :], [BM, channel.shape[0]]), 1))
 
 
 @triton.jit

@@ -26,10 +26,10 @@ from kvpress.kernels.triton.device import on_device
 from kvpress.kernels.triton.grid import LaunchGrid, padded
 from kvpress.kernels.triton.online import LN2, LOG2E
 
-SPLIT_BLOCK = 16
-"""Splits that are read at a time."""
+SPLIT_BLOCK, CHANNELS = 128, 32
+"""Splits that are read at a time, all that most streams have, and channels of a program."""
 
-REGISTERS = 64
+REGISTERS = 128
 """Most registers per thread: without a limit, ptxas spills in order to run more programs than there are."""
 
 
@@ -60,10 +60,10 @@ def _kernel(
     OUTS, LSES, LENGTHS, OUT, LSE, streams, M, SPLITS: tl.constexpr, BLOCKS: tl.constexpr, COUNT: tl.constexpr,
     NP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Merge the query row of this program over the parts of COUNT launches."""
+    """Merge some channels of a query row over the parts of COUNT launches."""
     row = tl.program_id(0).to(tl.int64)
     n, m = row // M, row % M
-    d = tl.arange(0, DVP)
+    d = tl.program_id(1) * DVP + tl.arange(0, DVP)
     live_d = d < DV
     largest = tl.full([1], -float("inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
@@ -84,24 +84,25 @@ def _kernel(
     safe_total = tl.where(seen, total, 1.0)
     tl.store(OUT + row * DV + d, acc / safe_total, mask=live_d)
     index = tl.arange(0, 1)
-    tl.store(LSE + row + index, tl.where(seen, (largest + tl.log2(safe_total)) * LN2, -float("inf")))
+    lse = tl.where(seen, largest + tl.log2(safe_total) * LN2, -float("inf"))
+    tl.store(LSE + row + index, lse, mask=index == tl.program_id(1))
 
 
 @triton.jit
 def _load(LSE, OUT, s, end, m, M, d, live_d, DV: tl.constexpr):
-    """Load the log-sum-exps of parts s, in base 2, and outputs: those of a part without rows need not be finite."""
-    at = s * M + m
-    lse = tl.load(LSE + at, mask=s < end, other=-float("inf")) * LOG2E
-    mask = (lse > -float("inf"))[:, None] & live_d[None, :]
-    return lse, tl.load(OUT + at[:, None] * DV + d[None, :], mask=mask, other=0.0)
+    """Load the log-sum-exps of parts s and their outputs: those of a part without rows need not be finite."""
+    at, live = s * M + m, s < end
+    lse = tl.load(LSE + at, mask=live, other=-float("inf"))
+    out = tl.load(OUT + at[:, None] * DV + d[None, :], mask=live[:, None] & live_d[None, :], other=0.0)
+    return lse, tl.where((lse == -float("inf"))[:, None], 0.0, out)
 
 
 @triton.jit
 def _merged(largest, total, acc, lse, part):
-    """Add parts with log-sum-exps `lse` in base 2 to the sums."""
+    """Add parts with log-sum-exps `lse` to the sums; differences are rounded less than the sums themselves would be."""
     new = tl.maximum(largest, tl.max(lse, 0))
     safe = tl.where(new == -float("inf"), 0.0, new)
-    keep, weights = tl.exp2(largest - safe), tl.exp2(lse - safe)
+    keep, weights = tl.exp2((largest - safe) * LOG2E), tl.exp2((lse - safe) * LOG2E)
     return new, total * keep + tl.sum(weights, 0), acc * keep + tl.sum(part * weights[:, None], 0)
 
 
@@ -123,7 +124,8 @@ def merge_partials(shape: Tensor, parts: Sequence[Partials]) -> tuple[Tensor, Te
     out, lse = first.out.new_empty(streams, queries, channels), first.lse.new_empty(streams, queries)
     if out.numel():
         is_split = any(part.lengths is not None for part in parts)
-        _kernel[(streams * queries,)](
+        width = min(CHANNELS, padded(channels))
+        _kernel[(streams * queries, -(-channels // width))](
             tuple(part.out for part in parts),
             tuple(part.lse for part in parts),
             tuple(part.lengths for part in parts),
@@ -136,7 +138,7 @@ def merge_partials(shape: Tensor, parts: Sequence[Partials]) -> tuple[Tensor, Te
             len(parts),
             padded(streams, 1) if is_split else 0,
             channels,
-            padded(channels),
+            width,
             SPLIT_BLOCK,
             maxnreg=REGISTERS,
         )

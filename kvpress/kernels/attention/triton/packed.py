@@ -20,18 +20,21 @@ from kvpress.kernels.formats.correction import Correction
 from kvpress.kernels.formats.offset import Products
 from kvpress.kernels.formats.operand import Options, Ranges, Rows, Where
 from kvpress.kernels.formats.packed import NARROW, Packed
-from kvpress.kernels.triton.grid import padded, plan, resident
+from kvpress.kernels.triton.grid import MOST_SPLITS, multiprocessors, padded, plan, resident
 
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 LEAST_ROWS = 4
 """Fewest query rows of a tile, a power of two: each costs registers and work on scales, unlike with dense rows."""
 
-RESIDENT = 8
-"""Most programs on a multiprocessor: as many as fit with 128 registers per thread and the shared memory of sm_90."""
+RESIDENT, MOST_REGISTERS = 24, 255
+"""Most programs on a multiprocessor, for which the shared memory of every supported chip is enough, and registers per thread."""
 
-WARPS, STAGES = 2, 3
-"""Two warps repeat less work than more would, and still copy a block of codes in pieces of 128 bits."""
+NARROWEST = 16
+"""Fewest columns of a chunk: the inner dimension of a product of tensor cores."""
+
+WARPS, STAGES = 1, 3
+"""One warp repeats no work, and waits for no other."""
 
 
 @dataclass(frozen=True)
@@ -39,65 +42,69 @@ class LaunchLimits:
     """Largest tile that fits into registers without a spill."""
 
     queries: int
-    """Most query rows of a tile."""
+    """Most queries of a tile."""
     block: int
     """Most cached rows of a tile."""
     registers: int
     """Most registers per thread: `resident` counts on them, so that all splits run at once."""
-    warps: int = WARPS
-    """Warps of a program."""
 
 
 def limits(
-    channels: int, corrected: bool, levelled: bool = False, listed: bool = False, short: bool = False, few: bool = False
+    channels: int,
+    bits: int,
+    corrected: bool = False,
+    levelled: bool = False,
+    listed: bool = False,
+    stepped: bool = False,
+    many: bool = False,
 ) -> LaunchLimits:
     """Return the limits for a number of key and value channels together.
 
     Args:
         channels: channels of keys and values together.
+        bits: bits of a code of the keys.
         corrected: rows have corrections.
         levelled: codes have levels.
         listed: rows are listed.
-        short: groups of keys have fewer rows than the largest tile.
-        few: tiles have few queries, and codes no third bit.
+        stepped: keys have one scale per row.
+        many: streams have work for all programs that fit. Then more of them are faster than faster ones, except with 4 bits.
     """
     if corrected:
-        if channels <= 256:
-            return LaunchLimits(8, 32, 255)
-        # With two warps, older versions spill; with four, newer ones spill on sm_120.
-        return LaunchLimits(4, 16, 255) if TRITON >= (3, 8) else LaunchLimits(4, 32, 255, 2 * WARPS)
-    if channels > 256:
-        return LaunchLimits(16, 32 if levelled else 64, 255)
-    if channels <= 128:
-        return LaunchLimits(16, 64, 128)
-    if levelled:
-        return LaunchLimits(16, 64, 232)
-    if short and not listed:
-        return LaunchLimits(16, 64, 192 if TRITON >= (3, 8) else 128 if few else 168)
-    return LaunchLimits(16, 64, 208 if listed else 168)
+        return LaunchLimits(8, 32, MOST_REGISTERS) if channels <= 256 else LaunchLimits(4, 16, MOST_REGISTERS)
+    if channels > 256 or levelled or listed:
+        return LaunchLimits(16, 32, MOST_REGISTERS)
+    return LaunchLimits(
+        16, 64 if stepped and bits < 4 else 32, 168 if many and (stepped or bits < 4) else MOST_REGISTERS
+    )
 
 
 @dataclass(frozen=True)
-class ByteChunks:
-    """Chunks in which the bytes of a row are read."""
+class Units:
+    """Columns in which the units of a row are read."""
 
+    size: int
+    """Bytes of a unit."""
     chunks: int
-    """Number of chunks of a row."""
+    """Chunks of a row."""
     width: int
-    """Bytes of a chunk."""
+    """Units of a chunk."""
     padded: int
-    """Bytes of a chunk, padded to a power of two."""
+    """Units of a chunk, padded to a power of two."""
     parts: int
-    """Channels of a byte."""
+    """Parts of a byte, each a code, or the two low bits of one where codes have three."""
 
 
-def byte_chunks(channels: int, bits: int, group: int | None) -> ByteChunks:
-    """Return one chunk per channel group where groups have at least 16 bytes and divide a part, else all bytes at once."""
+def units(channels: int, bits: int, group: int | None) -> Units:
+    """Return one chunk per channel group where groups have at least 16 units and divide a part, else all units at once.
+
+    Units have two bytes where chunks of them are as wide as a product of tensor cores.
+    """
     parts = 4 if bits == 3 else 8 // bits
-    width = channels // parts
-    if group is not None and group == padded(group) and width % group == 0:
-        return ByteChunks(width // group, group, group, parts)
-    return ByteChunks(1, width, padded(width), parts)
+    size = 2 if channels % (2 * parts) == 0 and min(channels // parts, group or channels) >= 2 * NARROWEST else 1
+    width = channels // parts // size
+    if group is not None and group == padded(group) and width % (group // size) == 0 and group // size >= NARROWEST:
+        return Units(size, width * size // group, group // size, group // size, parts)
+    return Units(size, 1, width, padded(width), parts)
 
 
 def block_rows(group_rows: int, contiguous: bool, limit: int = 64) -> tuple[int, bool]:
@@ -134,13 +141,14 @@ def launch(q: Tensor, rows: Rows, where: Where, options: Options, added: Product
     key_group, value_group = row_group(keys), row_group(values)
     terms = (*key_terms.tensors(), *value_terms.tensors())
     contiguous, corrected = isinstance(where, Ranges), any(term is not None for term in terms)
-    short, few = key_group is None and keys.group[0] % 64 in (16, 32, 48), q.shape[1] <= LEAST_ROWS and keys.bits != 3
-    bounds = limits(D + DV, corrected, keys.levels is not None, not contiguous, short, few)
+    stepped, levelled = keys.group[1] == D, keys.levels is not None
+    many = q.shape[0] * MOST_SPLITS > resident(WARPS, MOST_REGISTERS, RESIDENT) * multiprocessors(q.device)
+    bounds = limits(D + DV, keys.bits, corrected, levelled, not contiguous, stepped, many)
     block, fold = block_rows(keys.group[0], contiguous and key_group is None, bounds.block)
-    key = byte_chunks(D, keys.bits, None if fold else keys.group[1])
-    value = byte_chunks(DV, values.bits, values.group[1])
+    key = units(D, keys.bits, None if fold else keys.group[1])
+    value = units(DV, values.bits, values.group[1])
     key_rank, value_rank = rank(key_terms), rank(value_terms)
-    fitting = resident(bounds.warps, bounds.registers, RESIDENT)
+    fitting = resident(WARPS, bounds.registers, RESIDENT)
     grid = plan(q, where.most_rows(rows.count), block, fitting, LEAST_ROWS, bounds.queries)
     results = partials(q, grid, where.lengths, block, DV)
     if results.lse.numel():
@@ -182,11 +190,13 @@ def launch(q: Tensor, rows: Rows, where: Where, options: Options, added: Product
             key.width,
             key.padded,
             key.parts,
+            key.size,
             fold,
             value.chunks,
             value.width,
             value.padded,
             value.parts,
+            value.size,
             grid.rows,
             block,
             grid.padded_streams,
@@ -199,7 +209,7 @@ def launch(q: Tensor, rows: Rows, where: Where, options: Options, added: Product
             NARROW.get(values.scale.dtype, 0),
             float(keys.zero_point),
             float(values.zero_point),
-            num_warps=bounds.warps,
+            num_warps=WARPS,
             num_stages=STAGES,
             maxnreg=bounds.registers,
         )
