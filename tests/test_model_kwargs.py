@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import kvpress
 from kvpress.cli import app
-from kvpress.model_kwargs import OWNED, apply_model_kwargs, configured, parse_model_kwargs
+from kvpress.hf.model_kwargs import OWNED, apply_model_kwargs, configured, parse_model_kwargs
 
 
 @pytest.mark.parametrize(

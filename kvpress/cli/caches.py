@@ -119,8 +119,8 @@ def _loaded(model: str, dtype: str, device: str, model_kwargs: str | None) -> tu
     """Load a model in a dtype and with further arguments, and its tokenizer."""
     from kvpress.cache.files import dtype_of
     from kvpress.hf.generation.pipeline import load_model
+    from kvpress.hf.model_kwargs import configured, parse_model_kwargs
     from kvpress.hf.models import device_named
-    from kvpress.model_kwargs import configured, parse_model_kwargs
 
     place = device_named(device)
     further = configured(model, parse_model_kwargs(model_kwargs))

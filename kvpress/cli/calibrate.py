@@ -148,8 +148,8 @@ def calibrate_model(
     from kvpress.calibrate.corpus import documents, pack
     from kvpress.calibrate.run import calibrate
     from kvpress.hf.generation.pipeline import load_model
+    from kvpress.hf.model_kwargs import configured, parse_model_kwargs
     from kvpress.hf.models import device_named
-    from kvpress.model_kwargs import configured, parse_model_kwargs
 
     check_outputs(settings.outputs(out), [model, *data], force)
     place = device_named(device)

@@ -60,7 +60,7 @@ def command(
 
         from kvpress.cache.report import parse_bytes
         from kvpress.core.spec import get_press
-        from kvpress.model_kwargs import configured, parse_model_kwargs
+        from kvpress.hf.model_kwargs import configured, parse_model_kwargs
         from kvpress_eval.common.errors import ConfigError
 
         try:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationIn
 
 import kvpress
 from kvpress.counts import parse_count
-from kvpress.model_kwargs import parse_model_kwargs
+from kvpress.hf.model_kwargs import parse_model_kwargs
 from kvpress_eval.tasks.catalogue import kind_of
 from kvpress_eval.tasks.filler import KINDS
 from kvpress_eval.tasks.kinds.generated import TASKS, TRAINED, worded

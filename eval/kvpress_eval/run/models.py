@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from kvpress.hf.config import load_config
 from kvpress.hf.model_files import folder_of, reference_path
+from kvpress.hf.model_kwargs import apply_model_kwargs
 from kvpress.hf.models import device_named, parameters_of_config
 from kvpress.hf.positions import check_positions
 from kvpress.hf.weights import digest_of_weights
-from kvpress.model_kwargs import apply_model_kwargs
 from kvpress.plan import Geometry
 from kvpress_eval.common.errors import ConfigError, DataError
 from kvpress_eval.config.schema import REFERENCE, RunConfig
