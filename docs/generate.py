@@ -40,6 +40,7 @@ EXAMPLES = {
     "leaderboard": "kvpress leaderboard runs/first --out results",
     "report": "kvpress report runs/first --out report.html",
     "show": "kvpress show --model reference --press snapkv:0.5 --text text.txt --out show.html",
+    "compare": "kvpress compare snapkv:0.5 knorm:0.5 --model reference --text text.txt --run runs/first --out compare.html",
     "serve": "kvpress serve --model reference --press kivi:bits=4 --press none --memory 4GB --port 8000",
     "reselect": "kvpress reselect --model reference --context 1024 --samples 8",
     "lm-eval": "kvpress lm-eval --model reference --tasks gsm8k --press none --press snapkv:0.5",

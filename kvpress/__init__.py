@@ -9,7 +9,10 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-__version__ = "1.0.0.dev0"
+try:
+    from kvpress._version import __version__ as __version__
+except ImportError:  # a clone that was not installed
+    __version__ = "1.0.0.dev0"
 
 
 def _check_alone(folder: str) -> None:

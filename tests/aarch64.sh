@@ -20,7 +20,7 @@ mkdir "$WORK/debs" "$WORK/root" "$WORK/tools" "$WORK/site"
 (cd "$WORK/debs" && apt-get -qq -o APT::Sandbox::User=root download $(printf '%s:arm64 ' $packages))
 for package in "$WORK"/debs/*.deb; do dpkg -x "$package" "$WORK/root"; done
 "$PIP" -q download --no-deps --dest "$WORK" pip
-"$PIP" -q install --target "$WORK/tools" hatchling packaging
+"$PIP" -q install --target "$WORK/tools" hatchling hatch-vcs packaging
 git clone -q . "$WORK/source"
 
 arm() { PYTHONDONTWRITEBYTECODE=1 HOME=$WORK qemu-aarch64 -L "$WORK/root" "$WORK/root/usr/bin/python3.11" "$@"; }

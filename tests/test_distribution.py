@@ -145,3 +145,42 @@ def test_the_license_and_the_authors_are_named() -> None:
     assert (ROOT / "LICENSE").is_file()
     authors = [author["name"] for author in project["authors"]]
     assert authors == re.findall(r'- name: "(.+)"', (ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+
+
+def test_the_version_without_a_tag_is_the_same_everywhere() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    fallback = project["tool"]["hatch"]["version"]["raw-options"]["fallback_version"]
+    assert f'__version__ = "{fallback}"' in Path(kvpress.__file__).read_text(encoding="utf-8")
+    assert f"version: {fallback}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("tag", "further", "version"),
+    [
+        ("v1.2.3", 0, "1.2.3"),
+        ("v1.2.3", 2, "1.2.4.dev2"),
+        ("v1.2.0rc1", 1, "1.2.0rc2.dev1"),
+        (None, 2, "1.0.0.dev3"),  # number of commits
+    ],
+)
+def test_a_version_comes_from_the_tag(tag: str | None, further: int, version: str, tmp_path: Path) -> None:
+    scm = pytest.importorskip("setuptools_scm")
+    git = shutil.which("git")
+    assert git is not None
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["version"][
+        "raw-options"
+    ]
+
+    def run(*arguments: str) -> None:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+        subprocess.run([git, *identity, *arguments], cwd=tmp_path, check=True, capture_output=True)  # noqa: S603
+
+    run("init", "-q")
+    run("commit", "--allow-empty", "-qm", "first")
+    if tag is not None:
+        run("tag", tag)
+    for number in range(further):
+        run("commit", "--allow-empty", "-qm", f"further {number}")
+    assert scm.get_version(str(tmp_path), **options) == version
+    shutil.rmtree(tmp_path / ".git")
+    assert scm.get_version(str(tmp_path), **options) == options["fallback_version"]

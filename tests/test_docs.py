@@ -63,7 +63,9 @@ def test_a_page_is_complete(entry: Entry) -> None:
     assert type(press) is entry.press
     assert kvpress.get_press(kvpress.to_spec(press)) == press
     for item in inspect.signature(entry.press).parameters.values():
-        assert generate.meaning(entry.press, item.name), f"no sentence of the docstring is about `{item.name}`"
+        about = generate.meaning(entry.press, item.name)
+        assert about, f"no sentence of the docstring is about `{item.name}`"
+        assert about != generate.Docstring.of(entry.press).summary.rstrip("."), f"only the summary names `{item.name}`"
     doc = generate.Docstring.of(entry.press)
     assert doc.summary
     assert doc.paper

@@ -95,7 +95,7 @@ def _named(model: Any, tokenizer: Any, fields: dict[str, Any]) -> tuple[str, Any
 
     if isinstance(model, str):
         return model, None
-    placed = sorted({"device", "device_map", "dtype"} & fields.keys())
+    placed = sorted({"device", "device_map", "dtype", "model_kwargs"} & fields.keys())
     if placed:
         raise ConfigError(
             f"{', '.join(placed)} cannot be chosen for a model that is loaded already; pass its name instead"

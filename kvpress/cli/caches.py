@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpress.cli.console import UNWRITABLE, Device, fail, shown, tokens
+from kvpress.cli.console import UNWRITABLE, Device, ModelKwargs, fail, shown, tokens
 from kvpress.cli.outputs import check_outputs
 
 
@@ -25,6 +25,7 @@ def compress_command(
     ] = False,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
     device: Device = "auto",
+    model_kwargs: ModelKwargs = None,
 ) -> None:
     """Read a text once and write its compressed cache to a file for `kvpress ask`."""
     with shown():
@@ -47,7 +48,7 @@ def compress_command(
             )
         check_outputs([out], [model, *([] if text == "-" else [text])], force)
         content = sys.stdin.read() if text == "-" else Path(text).read_text(encoding="utf-8")
-        loaded, tokenizer = _loaded(model, dtype, device)
+        loaded, tokenizer = _loaded(model, dtype, device, model_kwargs)
         started = time.perf_counter()
         cache, ids = read_text(loaded, tokenizer, configured, content)
         read_seconds = time.perf_counter() - started
@@ -65,6 +66,7 @@ def ask_command(
     cache: Annotated[Path, typer.Option(help="File from `kvpress compress`.")],
     max_new_tokens: Annotated[int, tokens("max_new_tokens", "Longest answer.")] = 100,
     device: Device = "auto",
+    model_kwargs: ModelKwargs = None,
 ) -> None:
     """Answer questions from a compressed cache in a file; the text is not read again."""
     with shown():
@@ -74,7 +76,7 @@ def ask_command(
         from kvpress.hf.generation.ask import ask
 
         info = cache_info(cache)
-        loaded, tokenizer = _loaded(model, info.dtype, device)
+        loaded, tokenizer = _loaded(model, info.dtype, device, model_kwargs)
         started = time.perf_counter()
         loaded_cache = load(cache, loaded, tokenizer=tokenizer)
         load_seconds = time.perf_counter() - started
@@ -113,12 +115,14 @@ def info_command(
             typer.echo("all digests match")
 
 
-def _loaded(model: str, dtype: str, device: str) -> tuple[Any, Any]:
-    """Load a model in a dtype, and its tokenizer."""
+def _loaded(model: str, dtype: str, device: str, model_kwargs: str | None) -> tuple[Any, Any]:
+    """Load a model in a dtype and with further arguments, and its tokenizer."""
     from kvpress.cache.files import dtype_of
     from kvpress.hf.generation.pipeline import load_model
+    from kvpress.hf.model_kwargs import configured, parse_model_kwargs
     from kvpress.hf.models import device_named
 
     place = device_named(device)
-    loaded, tokenizer = load_model(model, dtype="auto" if dtype == "auto" else dtype_of(dtype))
+    further = configured(model, parse_model_kwargs(model_kwargs))
+    loaded, tokenizer = load_model(model, dtype="auto" if dtype == "auto" else dtype_of(dtype), **further)
     return loaded.to(place), tokenizer

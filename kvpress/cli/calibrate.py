@@ -16,7 +16,7 @@ from rich.progress import Progress, TaskID
 from typer.core import TyperGroup
 
 from kvpress.calibrate.listing import ListedMethod, ListedSetting, listed_methods
-from kvpress.cli.console import Device, shown
+from kvpress.cli.console import Device, ModelKwargs, shown
 from kvpress.cli.console import tokens as token_count
 from kvpress.cli.outputs import check_outputs
 from kvpress.core.registry import nearest
@@ -72,11 +72,14 @@ def method_command(method: ListedMethod) -> Any:
         sequences: Annotated[int, typer.Option(help="Sequences to read.", min=1)] = 16,
         tokens: Annotated[int, token_count("tokens", "Tokens in each sequence.", least=16)] = 2048,
         device: Device = "auto",
+        model_kwargs: ModelKwargs = None,
         force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
         **settings: Any,
     ) -> None:
         with shown():
-            calibrate_model(model, data, out, _settings(method, settings), sequences, tokens, device, force)
+            calibrate_model(
+                model, data, out, _settings(method, settings), sequences, tokens, device, force, model_kwargs
+            )
 
     signature = inspect.signature(run, eval_str=True)
     common = [item for item in signature.parameters.values() if item.kind is not item.VAR_KEYWORD]
@@ -126,6 +129,7 @@ def calibrate_model(
     tokens: int,
     device: str,
     force: bool,
+    model_kwargs: str | None = None,
 ) -> None:
     """Load a model, read texts and write the calibration file, with a progress bar.
 
@@ -138,16 +142,18 @@ def calibrate_model(
         tokens: tokens in each sequence.
         device: `auto`, `cpu`, `cuda` or `cuda:1`.
         force: replaces an existing file.
+        model_kwargs: further arguments for loading the model, as text.
     """
     from kvpress.cache.report import format_bytes
     from kvpress.calibrate.corpus import documents, pack
     from kvpress.calibrate.run import calibrate
     from kvpress.hf.generation.pipeline import load_model
+    from kvpress.hf.model_kwargs import configured, parse_model_kwargs
     from kvpress.hf.models import device_named
 
     check_outputs(settings.outputs(out), [model, *data], force)
     place = device_named(device)
-    loaded, tokenizer = load_model(model)
+    loaded, tokenizer = load_model(model, **configured(model, parse_model_kwargs(model_kwargs)))
     ids = pack(tokenizer, (text for source in data for text in documents(source)), tokens, sequences)
     with Progress(console=Console(stderr=True)) as progress:
         rows: dict[str, TaskID] = {}

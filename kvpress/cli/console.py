@@ -38,6 +38,13 @@ def tokens(name: str, help: str, least: int = 1) -> Any:
     return typer.Option(help=help, parser=parse, metavar="TOKENS")
 
 
+ModelKwargs = Annotated[
+    str | None,
+    typer.Option(
+        help="Further arguments for loading the model, and attributes of its configuration: a JSON object, or "
+        "name=value with commas between them, such as attn_implementation=eager."
+    ),
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1; auto takes a GPU if there is one.")]
 
 

@@ -32,9 +32,9 @@ class ChunkKVPress(WrapperPress):
 
         score[c] = mean over the pairs of chunk c, in all heads, of score[h, t]
 
-    Chunks count the tokens of a row without padding, and are the same in every head. The budget is met exactly: if the last
-    chunk does not fit, its pairs with the best mean score over the heads stay. Chunks with a protected pair, such as a sink,
-    come first.
+    `chunk_length` is the number of consecutive tokens that are kept or evicted together. Chunks count the tokens of a row
+    without padding, and are the same in every head. The budget is met exactly: if the last chunk does not fit, its pairs
+    with the best mean score over the heads stay. Chunks with a protected pair, such as a sink, come first.
 
     Paper: Liu et al., ChunkKV: Semantic-Preserving KV Cache Compression for Efficient Long-Context LLM Inference, 2025,
     arXiv:2502.00299.

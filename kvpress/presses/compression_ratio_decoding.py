@@ -25,8 +25,10 @@ class CompressionRatioDecodingPress(DecodingPress):
     """Keep the share `1 - target_compression_ratio` of the tokens seen, every `compression_interval` generated tokens.
 
     Tokens of the prompt count too, so the cache grows with the text, but more slowly. The press is `DecodingPress` with a
-    `target_ratio`, under the names of NVIDIA kvpress. `base_press` is any scorer, also one with head budgets. The prompt is
-    cut at the end of the first interval of generated tokens. A press that reads hidden states gets the newest
+    `target_ratio`, under the names of NVIDIA kvpress. `base_press` is any scorer, also one with head budgets.
+    `target_compression_ratio` is the share of all tokens seen that is removed; 0.75 removes three quarters.
+    `compression_interval` is the number of generated tokens between two evictions; the cache exceeds its target by these.
+    The prompt is cut at the end of the first interval of generated tokens. A press that reads hidden states gets the newest
     `hidden_states_buffer_size` of them.
 
     Paper: none; a schedule.

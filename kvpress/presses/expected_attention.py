@@ -36,10 +36,11 @@ class ExpectedAttentionPress(ScorerPress):
         z[t]     = scale * k_t . mu' + scale^2 / 2 * k_t^T S' k_t
         score[t] = (mean over the group of softmax(z)[t] + epsilon) * ||v_t||
 
-    The first `n_sink` tokens are left out of the statistics and always kept. `use_covariance=False` leaves out S', and
-    `use_vnorm=False` leaves out the norm of the value. With `epsilon` above 0, pairs of almost no expected attention are
-    ranked by that norm. The default is that of NVIDIA kvpress; the paper uses 0.02 except for needle tests, which is better
-    here too: at half of the pairs, `kvpress demo` answers 75% of its tasks with 0.02 and 38% with 0.
+    `n_future_positions` is the number of positions behind the prompt that R averages over. The first `n_sink` tokens are
+    left out of the statistics and always kept. `use_covariance=False` leaves out S', and `use_vnorm=False` leaves out the
+    norm of the value. With `epsilon` above 0, pairs of almost no expected attention are ranked by that norm. The default is
+    that of NVIDIA kvpress; the paper uses 0.02 except for needle tests, which is better here too: at half of the pairs,
+    `kvpress demo` answers 75% of its tasks with 0.02 and 38% with 0.
 
     Paper: Devoto et al., Expected Attention: KV Cache Compression by Estimating Attention from Future Queries
     Distribution, 2025, arXiv:2510.00636.

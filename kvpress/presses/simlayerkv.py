@@ -35,7 +35,8 @@ class SimLayerKVPress(BasePress):
 
         lazy = mean over the last n_last queries i of all heads of sum over these tokens t of softmax(q_i . k)[t] > threshold
 
-    A layer is lazy above `lazy_threshold`; with 1, no layer is. `n_last` is the number of queries that decide, after a prompt.
+    A layer is lazy above `lazy_threshold`; with 1, no layer is. `n_initial` is the number of first tokens that a lazy layer
+    keeps, and `n_recent` is the number of its newest ones. `n_last` is the number of queries that decide, after a prompt.
 
     Paper: Zhang et al., SimLayerKV: A Simple Framework for Layer-Level KV Cache Reduction, 2024, arXiv:2410.13846.
     Differs from the paper: every row of a batch decides for itself, instead of one mean for all; the last queries of the

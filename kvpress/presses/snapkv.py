@@ -32,8 +32,9 @@ class SnapKVPress(NewestWindow, ScorerPress):
         a[b, g, t] = mean over the last w queries i of softmax(q_i . k)[t],   t < n - w
         score      = mean over the query heads of the group of avg_pool(a, kernel_size)
 
-    The window itself is always kept; a prompt that fits into the window is not evicted from. `kernel_size` is the odd
-    number of neighbours that are averaged; 1 turns smoothing off. The defaults are those of NVIDIA kvpress.
+    The window itself is always kept; a prompt that fits into the window is not evicted from. `window_size` is w, the
+    number of newest tokens whose queries score all others. `kernel_size` is the odd number of neighbours that are
+    averaged; 1 turns smoothing off. The defaults are those of NVIDIA kvpress.
 
     The last tokens have to hold the question: without it, SmolLM2-135M-Instruct answers 10% of the questions on 1024 tokens
     from half of the pairs (full cache 87%, `docs/real-models.md`).

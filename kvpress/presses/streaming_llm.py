@@ -41,8 +41,9 @@ from kvpress.observe.view import View
 class StreamingLLMPress(ScorerPress):
     """Keep the first `n_sink` tokens and the newest ones, in every layer and head.
 
-    With `reindex`, the kept keys are rotated again so that their distances to the next query are those of a cache without
-    gaps, as in the paper: queries keep their true position, and the sinks move up to the recent tokens.
+    `n_sink` is the number of first tokens that stay; the remaining budget goes to the newest ones. With `reindex`, the
+    kept keys are rotated again so that their distances to the next query are those of a cache without gaps, as in the
+    paper: queries keep their true position, and the sinks move up to the recent tokens.
 
     Paper: Xiao et al., Efficient Streaming Language Models with Attention Sinks, 2023, arXiv:2309.17453.
     Differs from the paper: the prompt is read with full attention and evicted afterwards; wrap the press in `DecodingPress`

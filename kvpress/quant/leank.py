@@ -34,12 +34,13 @@ METHOD = "leank"
 class LeanKPress(BasePress):
     """Store keys without a share `ratio` of the channels of all heads: the channels with the smallest learned scales.
 
-    Scales in [0, 1] of every channel of every KV head are learned once for a model (`kvpress calibrate leank`): they
-    are made as small as possible while the hidden states stay those of the full model. `calibration` is that file; the bundled
-    reference model needs none. The largest scales of all layers set how many channels each layer stores. All heads of a layer
-    store the same number of channels, the best of each head, a multiple of `align` and at least `align`. Attention uses the
-    same channels of the queries, so it reads fewer bytes and decodes nothing. The first `sink_size` pairs and the newest
-    `recent_size` keep all channels; pairs are sealed `interval` at a time. Values stay dense.
+    Scales in [0, 1] of every channel of every KV head are learned once for a model (`kvpress calibrate leank`): they are made
+    as small as possible while the hidden states stay those of the full model. `calibration` is that file; the bundled
+    reference model needs none. `ratio` is the share of key channels that is dropped, so that half of it is the share of the
+    cache. The largest scales of all layers set how many channels each layer stores. All heads of a layer store the same number
+    of channels, the best of each head, a multiple of `align` and at least `align`. Attention uses the same channels of the
+    queries, so it reads fewer bytes and decodes nothing. The first `sink_size` pairs and the newest `recent_size` keep all
+    channels; pairs are sealed `interval` at a time. Values stay dense.
 
     Paper: Zhang et al., LeanK: Learnable K Cache Channel Pruning for Efficient Decoding, 2025, arXiv:2508.02215.
     Differs from the paper: heads of a layer store equally many channels, so no head loses all of them or becomes a streaming

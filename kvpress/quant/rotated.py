@@ -35,9 +35,10 @@ class RotatedPress(QuantisingPress):
 
     The centre c is the mean of the first encoded pairs of a head, one for keys and one for values; later pairs use it too.
     The step a of a vector starts at the best step for Gaussian channels; then codes and step are fitted to each other by
-    least squares. A pair takes 2 (bits D + 16) bits. Every pair has its own steps, so a prompt is encoded to its last pair.
-    If D is not a power of two, H consists of blocks. The newest `residual_length` pairs and the first `sinks` stay dense, and
-    up to 31 more while tokens are generated (255 on a GPU).
+    least squares. `bits` is the number of bits of a code, for keys and for values alike. A pair takes 2 (bits D + 16) bits.
+    Every pair has its own steps, so a prompt is encoded to its last pair. If D is not a power of two, H consists of blocks.
+    The newest `residual_length` pairs and the first `sinks` stay dense, and up to 31 more while tokens are generated (255 on
+    a GPU).
 
     Paper: none; similar to `TurboQuantPress`.
     Differs from the paper: unlike TurboQuant, a mean is subtracted; the rotation is a Hadamard matrix, the same for all heads

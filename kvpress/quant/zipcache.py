@@ -35,9 +35,9 @@ class ZipCachePress(QuantisingPress):
 
     Probes are a share `probe_ratio` of the queries of a prompt, half of them the newest and half chosen at random; 1 takes all.
     Keys are quantised per channel over all pairs of a head and class. Values are quantised per token, after every channel is
-    divided by c = sqrt(max |v|). Every `interval` generated tokens are ranked by the attention they received and encoded
-    once.
-    `bits` and `low_bits` are one number, a pair (keys, values), a list with either for every layer, or a file of them.
+    divided by c = sqrt(max |v|). `salient_ratio` is the share of pairs that get more bits. Every `interval` generated tokens
+    are ranked by the attention they received and encoded once. `bits` and `low_bits` are one number, a pair (keys, values), a
+    list with either for every layer, or a file of them.
 
     Paper: He et al., ZipCache: Accurate and Efficient KV Cache Quantization with Salient Token Identification, 2024,
     arXiv:2405.14256.

@@ -39,8 +39,9 @@ class CritiPrefillPress(PatternPress):
         s = softmax over blocks of  mean over the query heads of a group of  max(q . k_max, q . k_min)
 
     scores the blocks before a segment. A layer ranks them by 3/4 s plus 1/4 of the scores of the layer before. Queries of a
-    segment read the keys of that segment causally. Segments that begin within the first `dense` tokens, the last segment of a
-    prompt, and the first `skip_layers` layers read everything. `block` must divide `segment`; budgets are rounded up to blocks.
+    segment read the keys of that segment causally. `budget` is the number of key tokens before its segment that a query reads,
+    for any length of the prompt. Segments that begin within the first `dense` tokens, the last segment of a prompt, and the
+    first `skip_layers` layers read everything. `block` must divide `segment`; budgets are rounded up to blocks.
 
     Paper: Lv et al., CritiPrefill: A Segment-wise Criticality-based Approach for Prefilling Acceleration in LLMs, 2024,
     arXiv:2409.12490.

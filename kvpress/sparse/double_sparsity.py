@@ -48,11 +48,12 @@ class DoubleSparsityPress(SelectorPress):
 
         score[t] = max (or sum) over the query heads of the group of q[channels] . label[t]
 
-    `reduce` is "max" or "sum". Labels are stored in addition to the pairs, in `label_bits` bits per channel: 16 in the model's
-    type, fewer with one scale and zero point per label. By default a label has a quarter of the channels in 4 bits, a
-    sixteenth of a key. Importance is measured once per model (`kvpress calibrate double_sparsity`) as the mean over
-    tokens of |q * k|, |q| or |k| per channel: `statistic` "qk", "q" or "k". `calibration` is that file, or one in the format
-    of the authors; the bundled reference model needs none. The first `skip_layers` layers read everything.
+    `budget` is a number of pairs per stream, or a fraction in (0, 1) of the stored ones. `reduce` is "max" or "sum". Labels
+    are stored in addition to the pairs, in `label_bits` bits per channel: 16 in the model's type, fewer with one scale and
+    zero point per label. By default a label has a quarter of the channels in 4 bits, a sixteenth of a key. Importance is
+    measured once per model (`kvpress calibrate double_sparsity`) as the mean over tokens of |q * k|, |q| or |k| per channel:
+    `statistic` "qk", "q" or "k". `calibration` is that file, or one in the format of the authors; the bundled reference model
+    needs none. The first `skip_layers` layers read everything.
 
     With `offload`, sealed pairs of the other layers are in host memory, and only labels and chosen pairs come to the device.
     While one layer runs, the pairs of the next layer are chosen and fetched, by queries that the next layer's weights compute

@@ -28,7 +28,8 @@ from kvpress.sparse.tiling import IN_CHUNKS, BlockGrid, EstimatedPress, capped, 
 class FlexPrefillPress(EstimatedPress):
     """Read, for each head of each prompt, the fewest tiles that carry a share `gamma` of the estimated attention.
 
-    The newest `block` queries decide the kind of a head. Their attention, summed over blocks of keys, is compared with the
+    `gamma` is the share of the estimated attention that the tiles of a head carry: closer to 1, more tiles are read. The
+    newest `block` queries decide the kind of a head. Their attention, summed over blocks of keys, is compared with the
     softmax of their mean over mean keys. If the root of the Jensen-Shannon divergence is below `tau`, means are good
     estimates: all tiles of the prompt are ranked by the softmax of mean queries over mean keys, and taken until they carry
     gamma. Otherwise the head reads the columns, and the diagonals, that carry gamma of the attention of the newest queries,

@@ -40,11 +40,12 @@ class LokiPress(SelectorPress):
         label[t] = P^T k[t]            P [D, r]: the r directions of the largest variance of the keys of a head
         score[t] = max over the query heads of the group of (P^T q) . label[t]
 
-    `channels` is r, a quarter of the head dim by default. Labels are stored in addition to the pairs, in `label_bits` bits a
-    channel: 16 in the model's type, fewer with one scale and zero point per label. Without `calibration`, P is fitted to each
-    row and head from its first sealed pairs, and then never changes. With a `calibration`, the file of `kvpress calibrate
-    loki`, P is fitted once for the model, to the `keys` after their rotary embedding ("rotated") or before it
-    ("unrotated"). The first `skip_layers` layers read everything.
+    `budget` is a number of pairs per stream, or a fraction in (0, 1) of the stored ones. `channels` is r, a quarter of the
+    head dim by default. Labels are stored in addition to the pairs, in `label_bits` bits a channel: 16 in the model's type,
+    fewer with one scale and zero point per label. Without `calibration`, P is fitted to each row and head from its first
+    sealed pairs, and then never changes. With a `calibration`, the file of `kvpress calibrate loki`, P is fitted once for the
+    model, to the `keys` after their rotary embedding ("rotated") or before it ("unrotated"). The first `skip_layers` layers
+    read everything.
 
     Paper: Singhania et al., Loki: Low-rank Keys for Efficient Sparse Attention, 2024, arXiv:2406.02542.
     Differs from the paper: keys stay as they are, in any storage format, and labels are extra, where the paper stores keys in

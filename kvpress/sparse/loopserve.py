@@ -54,10 +54,11 @@ class LoopServePress(EstimatedPress, SelectorPress):
         score[t]    = largest log of received[u] of the `kernel_size` stored pairs u around t
 
     where a query sees all stored pairs up to its slot. A head chooses at the end of a prompt or turn, by its `last` newest
-    queries, and again every `every` generated tokens, by the queries of these, at most `last`. Pairs that came since, and
-    pairs that are not sealed yet, are read in addition. Nothing is evicted, so that a pair that is not read now may be read
-    later. With a `kernel_size` above 1, a pair gets the best score of its neighbours, so that whole words are read. With a
-    `coverage` of 1 and no `max_density`, a prompt is read in full.
+    queries, and again every `every` generated tokens, by the queries of these, at most `last`. `budget` is a number of
+    pairs per stream, or a fraction in (0, 1) of the stored ones. Pairs that came since, and pairs that are not sealed yet,
+    are read in addition. Nothing is evicted, so that a pair that is not read now may be read later. With a `kernel_size`
+    above 1, a pair gets the best score of its neighbours, so that whole words are read. With a `coverage` of 1 and no
+    `max_density`, a prompt is read in full.
 
     Paper: Li et al., LoopServe: An Adaptive Dual-phase LLM Inference Acceleration System for Multi-Turn Dialogues, 2025,
     arXiv:2507.13681.

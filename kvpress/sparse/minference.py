@@ -55,11 +55,11 @@ class HeadPatterns:
 class MInferencePress(EstimatedPress):
     """Read, for each head, the `vertical` keys and the `slash` diagonals that the `last` newest queries attend to most.
 
-    The softmax of these queries over all keys is exact, and summed along columns and along diagonals of equal distance. The
-    first 30 keys and the nearest 100 distances are always among the lines. Tiles that a chosen diagonal crosses are read in
-    full, chosen keys outside of them one by one. With `max_density`, single keys are at most a quarter of that share of the
-    prompt, which can exceed the share of its first blocks of queries. Tiles get the remaining room, ranked by the attention of
-    their diagonals.
+    The softmax of these queries over all keys is exact, and summed along columns and along diagonals of equal distance. `last`
+    is the number of newest queries of a prompt whose attention is computed in full. The first 30 keys and the nearest 100
+    distances are always among the lines. Tiles that a chosen diagonal crosses are read in full, chosen keys outside of them
+    one by one. With `max_density`, single keys are at most a quarter of that share of the prompt, which can exceed the share
+    of its first blocks of queries. Tiles get the remaining room, ranked by the attention of their diagonals.
 
     `calibration` is a file of `kvpress calibrate minference`, which gives every head a pattern and its sizes, instead
     of `vertical` and `slash`: such lines; an A-shape, the first `vertical` keys and the nearest `slash` distances, the same for

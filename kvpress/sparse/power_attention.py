@@ -25,7 +25,8 @@ class PowerAttentionPress(PatternPress):
     """Read blocks at distances of 1, 2, 4, 8, ... blocks, the first `sinks` and the newest `window` tokens.
 
     The receptive field of a token doubles with every layer, for a number of blocks that grows with the logarithm of the
-    length. Sizes are rounded up to blocks of `block` tokens; `window` includes the block of the query.
+    length. `sinks` is the number of first tokens that every query reads. Sizes are rounded up to blocks of `block`
+    tokens; `window` includes the block of the query.
 
     Paper: Chen et al., PowerAttention: Exponentially Scaling of Receptive Fields for Effective Sparse Attention, 2025,
     arXiv:2503.03588.

@@ -43,11 +43,12 @@ class PQCachePress(SelectorPress):
         k[t] ~ (centroid[1, code[t, 1]], ..., centroid[m, code[t, m]])        q . k[t] ~ sum over j of table[j, code[t, j]]
         score[t] = sum over the query heads of the group of softmax over t of the estimated logits
 
-    Keys are cut into m = `parts` parts of neighbouring channels, and each part has 2 ** `bits` centroids, fitted to each row
-    and KV head by at most `iterations` rounds of k-means from random keys (`seed`). A query computes its products with all
-    centroids once, as a table, so that the score of a pair costs m additions. Codes take a byte each, and are stored, as the
-    centroids are, in addition to the pairs. The softmax is over the sealed pairs without the oldest `n_sink` and the newest
-    `n_recent`, which are always read, as a part of the budget. The first `skip_layers` layers read everything.
+    `budget` is a number of pairs per stream, or a fraction in (0, 1) of the stored ones. Keys are cut into m = `parts` parts
+    of neighbouring channels, and each part has 2 ** `bits` centroids, fitted to each row and KV head by at most `iterations`
+    rounds of k-means from random keys (`seed`). A query computes its products with all centroids once, as a table, so that
+    the score of a pair costs m additions. Codes take a byte each, and are stored, as the centroids are, in addition to the
+    pairs. The softmax is over the sealed pairs without the oldest `n_sink` and the newest `n_recent`, which are always read,
+    as a part of the budget. The first `skip_layers` layers read everything.
 
     Centroids are fitted to at most 256 x 2 ** `bits` evenly spaced keys when pairs are first sealed, which is the prompt. As
     long as a head has fewer than 4 x 2 ** `bits` sealed pairs, they are fitted again when more are sealed; then they never

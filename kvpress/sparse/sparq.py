@@ -33,8 +33,9 @@ class SparQPress(SelectorPress):
         share = softmax(scale * sqrt(|q|_1 / |q_r|_1) * q_r . k_r)      o = alpha * o_read + (1 - alpha) * mean(values)
 
     q_r are the r = `channels` channels (all, if the head dim is less) with the largest sum of |q| over the query heads of a
-    group; alpha is the share of the pairs that are read, 1 without `mean_value`. Keys are stored twice, the second time channel
-    by channel and unquantised: a step reads r channels of all keys.
+    group; alpha is the share of the pairs that are read, 1 without `mean_value`. `budget` is a number of pairs per stream, or a
+    fraction in (0, 1) of the stored ones. Keys are stored twice, the second time channel by channel and unquantised: a step
+    reads r channels of all keys.
 
     Paper: Ribar et al., SparQ Attention: Bandwidth-Efficient LLM Inference, 2023, arXiv:2312.04985.
     Differs from the paper: share and mean are over the sealed pairs. The newest pairs, not sealed yet, are read in addition:

@@ -24,9 +24,9 @@ from kvpress.sparse.tiling import IN_CHUNKS, BlockGrid, PatternPress
 class TriShapePress(PatternPress):
     """Read the first `sinks` tokens and the newest `local` ones of a prompt, and everything for its `last` tokens.
 
-    Numbers of tokens are rounded up to blocks of `block` tokens; `local` includes the block of the query. The end of a prompt,
-    with the question, reads all of it, so that the shape is the same for every head and needs no estimate. If a prompt comes in
-    chunks, each chunk has its `last` tokens.
+    Numbers of tokens are rounded up to blocks of `block` tokens; `local` includes the block of the query. `sinks` is the number
+    of first tokens that every query reads. The end of a prompt, with the question, reads all of it, so that the shape is the
+    same for every head and needs no estimate. If a prompt comes in chunks, each chunk has its `last` tokens.
 
     Paper: Li et al., SCBench: A KV Cache-Centric Analysis of Long-Context Methods, 2024, arXiv:2412.10319.
     Differs from the paper: default sizes are ours.

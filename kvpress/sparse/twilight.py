@@ -45,9 +45,10 @@ class TwilightPress(SelectorWrapperPress):
 
     k' is a copy of the keys in `bits` bits, with a scale and zero point for each key, stored in addition to the pairs. So a
     head that attends to one pair reads one, and a head that attends to all pairs reads all that the inner selector chose. With
-    p = 1, every head reads all of them. `press` is any selector; give it a large budget. Every query head chooses its pairs,
-    and a group reads the union. Pairs that the inner selector always reads (`n_sink`, `n_recent`) are always read, and pairs
-    that are not sealed yet are read in addition.
+    p = 1, every head reads all of them. `p` is the share of the attention, estimated from k', that the pairs read hold; closer
+    to 1, more pairs are read. `press` is any selector; give it a large budget. Every query head chooses its pairs, and a group
+    reads the union. Pairs that the inner selector always reads (`n_sink`, `n_recent`) are always read, and pairs that are not
+    sealed yet are read in addition.
 
     Paper: Lin et al., Twilight: Adaptive Attention Sparsity with Hierarchical Top-p Pruning, 2025, arXiv:2502.02770.
     Differs from the paper: pairs are sorted by their weights, where its kernel searches for a threshold; shares are over the

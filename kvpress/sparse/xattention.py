@@ -34,8 +34,9 @@ class XAttentionPress(EstimatedPress):
         A = softmax(q_joined . k_joined * scale / stride)      score[i, j] = sum of A over tile (i, j)
 
     Tiles of a block of queries are taken by falling score until the threshold is reached; the first block, with the sinks, is
-    always taken. `stride` must divide `block`. With a threshold of 1 and no `max_density`, everything is read. Estimates cost
-    1 / stride of the products of full attention, and store the logits of a few blocks of queries at a time.
+    always taken. `threshold` is the share of the estimated attention of a block of queries that its tiles hold; closer to 1,
+    more tiles are read. `stride` must divide `block`. With a threshold of 1 and no `max_density`, everything is read.
+    Estimates cost 1 / stride of the products of full attention, and store the logits of a few blocks of queries at a time.
 
     Paper: Xu et al., XAttention: Block Sparse Attention with Antidiagonal Scoring, 2025, arXiv:2503.16428.
     Differs from the paper: one threshold for all heads, where its code ships one for each head of one model; blocks of 64

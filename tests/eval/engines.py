@@ -23,7 +23,7 @@ def bundled_model(dtype: str = "auto") -> Engine:
 
 def load_once(config: RunConfig, settings: Any = None) -> Engine:
     """Load as the harness does, but the bundled model only the first time."""
-    if config.model != REFERENCE or config.device_map:
+    if config.model != REFERENCE or config.device_map or config.model_kwargs:
         return load_engine(config, settings)
     use_threads(config)
     return bundled_model(config.dtype)

@@ -32,10 +32,12 @@ RANKS = (
 """Modules of a step import only that step and the steps below."""
 USED = {
     "kvpress", "kvpress.cache.attention", "kvpress.cache.files", "kvpress.cache.report", "kvpress.calibrate.corpus",
-    "kvpress.cache.matmul", "kvpress.cli", "kvpress.cli.outputs", "kvpress.core.effect", "kvpress.core.press",
+    "kvpress.cache.matmul", "kvpress.cli", "kvpress.cli.outputs", "kvpress.core.effect",
+    "kvpress.core.press",
     "kvpress.core.recipe", "kvpress.core.registry", "kvpress.core.spec", "kvpress.counts", "kvpress.data.reference.words",
     "kvpress.hf.cache.layer", "kvpress.hf.cache.prefix_store", "kvpress.hf.config", "kvpress.hf.generation.clock",
-    "kvpress.hf.generation.greedy", "kvpress.hf.generation.steps", "kvpress.hf.model_files", "kvpress.hf.models",
+    "kvpress.hf.generation.greedy", "kvpress.hf.generation.steps", "kvpress.hf.model_files", "kvpress.hf.model_kwargs",
+    "kvpress.hf.models",
     "kvpress.hf.positions", "kvpress.hf.session.session", "kvpress.hf.weights", "kvpress.observe.call",
     "kvpress.packages", "kvpress.plan", "kvpress.signals", "kvpress.sparse", "kvpress.terminal",
 }  # fmt: skip

@@ -32,6 +32,13 @@ Seed = Annotated[int, typer.Option(help="Seed of the generated texts.")]
 BatchSize = Annotated[int, typer.Option(help="Texts that are read together.")]
 Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")]
+ModelKwargs = Annotated[
+    str | None,
+    typer.Option(
+        help="Further arguments for loading the model, and attributes of its configuration: a JSON object, or "
+        "name=value with commas between them, such as attn_implementation=eager."
+    ),
+]
 Threads = Annotated[int | None, typer.Option(help="CPU threads of torch.")]
 
 
@@ -49,12 +56,17 @@ def token_count(name: str, help: str, least: int = 1) -> Any:
     return typer.Option(help=help, parser=parse, metavar="TOKENS")
 
 
+MaxContextLength = Annotated[
+    int | None,
+    token_count("max_context_length", "Longest context, chat template included; longer ones lose their middle.", 16),
+]
 RayAddress = Annotated[
     str | None, typer.Option(help="HOST:PORT of a Ray cluster, or auto; default: one that is started here.")
 ]
 
 _FIELDS = (
-    "model", "samples", "seed", "filler", "language", "question_aware", "batch_size", "dtype", "device", "threads",
+    "model", "samples", "seed", "filler", "language", "question_aware", "batch_size", "dtype", "device", "model_kwargs",
+    "threads",
 )  # fmt: skip
 """Options with the same meaning in several commands."""
 _PLAIN_WIDTH = 120
@@ -65,7 +77,7 @@ def make_config(options: Mapping[str, Any], presses: Sequence[str] | None, *leng
     """Return the configuration of a command that measures presses at some lengths, from its options."""
     from kvpress_eval.config.load import load_config
 
-    settings = {name: options[name] for name in _FIELDS if name in options}
+    settings = {name: options[name] for name in _FIELDS if options.get(name) is not None}
     config = load_config(None, {**settings, "presses": presses or ("none",), "lengths": lengths})
     print_sizes(config.presses)
     return config

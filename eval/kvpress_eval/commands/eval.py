@@ -38,7 +38,7 @@ class Command(TyperCommand):
         fields = {_NAMED.get(name, name): field for name, field in RunConfig.model_fields.items()}
         for option in self.params:
             default = fields[option.name].default if option.name in fields else None
-            if isinstance(option, TyperOption) and default is not None and default != ():
+            if isinstance(option, TyperOption) and default not in (None, (), {}):
                 option.show_default = as_given(default)
         self.epilog = f"Tasks: {task_names()}"
         return self
@@ -103,6 +103,7 @@ def command(
     ] = None,
     samples: Annotated[int | None, typer.Option(help="Samples per task and length.")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Folder with the files of published benchmarks.")] = None,
+    max_context_length: shared.MaxContextLength = None,
     prefix_store: Annotated[
         Path | None, typer.Option(help="Folder of compressed contexts, which no run that names it reads twice.")
     ] = None,
@@ -119,6 +120,7 @@ def command(
     device_map: Annotated[
         str | None, typer.Option(help="Spread the layers over all devices: auto, balanced or sequential.")
     ] = None,
+    model_kwargs: shared.ModelKwargs = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads of torch.")] = None,
     max_new_tokens: Annotated[int | None, shared.token_count("max_new_tokens", "Longest answer.")] = None,
     max_seconds_per_sample: Annotated[float | None, typer.Option(help="Give up on an answer after this.")] = None,

@@ -26,6 +26,7 @@ def command(
     batch_size: Annotated[int, typer.Option(help="Prompts that are read together.")] = 1,
     dtype: shared.Dtype = "auto",
     device: shared.Device = "auto",
+    model_kwargs: shared.ModelKwargs = None,
     threads: shared.Threads = None,
     force: shared.Force = False,
 ) -> None:

@@ -38,6 +38,7 @@ def command(
     language: Annotated[str, typer.Option(help="Wording of the contexts: auto, reference or english.")] = "auto",
     dtype: shared.Dtype = "auto",
     device: shared.Device = "auto",
+    model_kwargs: shared.ModelKwargs = None,
     threads: shared.Threads = None,
     force: shared.Force = False,
 ) -> None:

@@ -31,6 +31,7 @@ def command(
     batch_size: shared.BatchSize = 4,
     dtype: shared.Dtype = "auto",
     device: shared.Device = "auto",
+    model_kwargs: shared.ModelKwargs = None,
     threads: shared.Threads = None,
     force: shared.Force = False,
 ) -> None:

@@ -43,6 +43,7 @@ def command(
     drain: Annotated[float, typer.Option(help="Seconds for running answers after SIGTERM.", min=0)] = 30,
     dtype: shared.Dtype = "auto",
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...")] = "cpu",
+    model_kwargs: shared.ModelKwargs = None,
     threads: shared.Threads = None,
     engine: Annotated[str, typer.Option(help="local, or ray: replicas on the machines of a cluster.")] = "local",
     replicas: Annotated[int, typer.Option(help="Replicas of engine ray.", min=1)] = 1,
@@ -59,6 +60,7 @@ def command(
 
         from kvpress.cache.report import parse_bytes
         from kvpress.core.spec import get_press
+        from kvpress.hf.model_kwargs import configured, parse_model_kwargs
         from kvpress_eval.common.errors import ConfigError
 
         try:
@@ -96,7 +98,7 @@ def command(
                 torch.set_num_threads(threads)
             load = partial(
                 load_app, name=model, settings=settings, prefix_bytes=prefix_bytes, store=prefix_store, store_limit=limit,
-                dtype=dtype, device=device,
+                dtype=dtype, device=device, model_kwargs=configured(model, parse_model_kwargs(model_kwargs)),
             )  # fmt: skip
             if cluster is None:
                 serve(load, api, host, port)

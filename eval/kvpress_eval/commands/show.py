@@ -21,6 +21,7 @@ def command(
     tokens: Annotated[int | None, shared.token_count("tokens", "Read only so many tokens of the text.")] = None,
     dtype: shared.Dtype = "auto",
     device: shared.Device = "auto",
+    model_kwargs: shared.ModelKwargs = None,
     threads: shared.Threads = None,
     force: shared.Force = False,
 ) -> None:

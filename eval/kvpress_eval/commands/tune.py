@@ -65,12 +65,14 @@ def command(
         bool, typer.Option("--question-aware/--question-unaware", help="Compress after the question.")
     ] = False,
     data_dir: Annotated[Path | None, typer.Option(help="Folder with the files of published benchmarks.")] = None,
+    max_context_length: shared.MaxContextLength = None,
     batch_size: Annotated[int, typer.Option(help="Contexts that are read together.")] = 1,
     dtype: shared.Dtype = "auto",
     device: shared.Device = "auto",
     device_map: Annotated[
         str | None, typer.Option(help="Spread the layers over all devices: auto, balanced or sequential.")
     ] = None,
+    model_kwargs: shared.ModelKwargs = None,
     threads: shared.Threads = None,
     engine: Annotated[str, typer.Option(help="local, or ray: the machines of a cluster search.")] = "local",
     ray_address: shared.RayAddress = None,

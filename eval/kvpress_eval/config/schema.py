@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationIn
 
 import kvpress
 from kvpress.counts import parse_count
+from kvpress.hf.model_kwargs import parse_model_kwargs
 from kvpress_eval.tasks.catalogue import kind_of
 from kvpress_eval.tasks.filler import KINDS
 from kvpress_eval.tasks.kinds.generated import TASKS, TRAINED, worded
@@ -31,6 +32,7 @@ def _without_unit(value: Any) -> Any:
 Length = Annotated[int, Field(ge=16), BeforeValidator(_without_unit)]
 NewTokens = Annotated[int, Field(ge=1), BeforeValidator(_without_unit)]
 Depth = Annotated[float, Field(ge=0, le=1)]
+ModelKwargs = Annotated[dict[str, Any], BeforeValidator(parse_model_kwargs)]
 
 
 class RunConfig(BaseModel):
@@ -56,6 +58,8 @@ class RunConfig(BaseModel):
     """Several values of `depth`, each in cells of its own."""
     data_dir: Path | None = None
     """Folder with the files of published benchmarks, used instead of the hub."""
+    max_context_length: Length | None = None
+    """Limit of the tokens of a context, chat template included; longer ones lose their middle. None: no limit."""
     prefix_store: Path | None = None
     """Folder of compressed contexts that runs share: stored contexts are not read again, new ones are added."""
     out: Path = Path("runs/eval")
@@ -64,6 +68,8 @@ class RunConfig(BaseModel):
     device: str = "auto"
     device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = None
     """Strategy of accelerate that spreads the layers of the model over all devices."""
+    model_kwargs: ModelKwargs = Field(default={})
+    """Further arguments of `from_pretrained`, and attributes of the model's configuration, by name."""
     threads: int | None = Field(default=None, ge=1)
     max_new_tokens: NewTokens | None = None
     """Limit of generated tokens; None: as many as the answers of a task may need."""

@@ -74,6 +74,7 @@ def compare(config: RunConfig, selection: Selection, console: Console) -> dict[s
         **asdict(selection),
         "include": str(selection.include) if selection.include else None,
         "batch_size": config.batch_size,
+        **({"model_kwargs": config.model_kwargs} if config.model_kwargs else {}),
     }
     about = {**describe_run(config, engine), "kind": LM_EVAL, "config": settings, "lm_eval": version("lm_eval")}
     return {**about, "presses": measured}

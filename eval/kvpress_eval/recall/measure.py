@@ -229,6 +229,7 @@ def _identity(config: RunConfig, facts: FactSettings, engine: Engine, filler: Fi
         "question_aware": config.question_aware,
         "facts": facts.count,
         "values": list(facts.values),
+        **({"model_kwargs": config.model_kwargs} if config.model_kwargs else {}),
     }
 
 

@@ -21,7 +21,7 @@ from kvpress_eval.results.records import FIDELITY, LM_EVAL, RECALL, Records
 TITLES = {FIDELITY: "Fidelity to the full cache", RECALL: "Recall of facts", LM_EVAL: "Tasks of lm-eval"}
 _MEASURED = ("rows", "presses", "kind", "best", "cells", "contexts", "answers")
 """Keys of a record that hold results; all others describe the run."""
-_MODEL = ("model", "weights", "kvpress", "device", "dtype", "batch_size")
+_MODEL = ("model", "weights", "kvpress", "device", "dtype", "batch_size", "model_kwargs")
 _ASKED = {
     FIDELITY: ("context", "tokens", "chunk", "text", "texts"),
     RECALL: ("length", "contexts", "facts", "values", "filler", "language", "question_aware", "seed"),

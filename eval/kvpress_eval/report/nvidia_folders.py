@@ -63,6 +63,7 @@ RATIOS = ("compression_ratio", "head_compression_ratio", "key_channel_compressio
 """Settings of a press that `evaluate.py` has options for."""
 CONDITIONS = (
     "kvpress", "weights", "device", "dtype", "batch_size", "max_seconds_per_sample", "seed", "language", "filler", "code",
+    "model_kwargs",
 )  # fmt: skip
 """Parts of a cell's spec that all cells of a folder must share."""
 
@@ -149,13 +150,15 @@ def _check_conditions(folder: str, cells: Sequence[CellResult]) -> None:
 def _dataset(cell: CellResult) -> tuple[str, str, int | None]:
     """Return the dataset of a task, its `data_dir`, and the most tokens of a prompt where NVIDIA's harness sets them."""
     group, _, subset = cell.task.partition(":")
+    limits = (cell.length, cell.spec.get("max_context_length"))
+    limit = min(filter(None, limits), default=None)
     if group == "file":
-        return OTHERS, re.sub(r"\W+", "-", Path(subset).stem), cell.length or None
+        return OTHERS, re.sub(r"\W+", "-", Path(subset).stem), limit
     if subset:
-        return group, re.sub(r"[^\w.]+", "-", subset), cell.length or None
+        return group, re.sub(r"[^\w.]+", "-", subset), limit
     if group in ("aime25", "math500"):
-        return group, "", cell.length or None
-    return "ruler" if RULER.fullmatch(group) else OTHERS, str(cell.length or ""), None
+        return group, "", limit
+    return "ruler" if RULER.fullmatch(group) else OTHERS, str(cell.length or ""), limits[1]
 
 
 def _folder(cell: CellResult) -> str:
@@ -200,7 +203,7 @@ def _config(cells: Sequence[CellResult]) -> dict[str, Any]:
         "max_new_tokens": new_tokens.pop() if len(new_tokens) == 1 else None,
         "max_context_length": limit,
         "query_aware": bool(cell.spec.get("question_aware")),
-        "model_kwargs": {"dtype": cell.spec["dtype"]},
+        "model_kwargs": {"dtype": cell.spec["dtype"], **cell.spec.get("model_kwargs", {})},
         "press_init_command": f"kvpress.get_press({cell.press!r})",
         "seed": cell.spec.get("seed", 0),
     }

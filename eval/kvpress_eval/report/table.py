@@ -107,11 +107,13 @@ def print_table(summaries: Sequence[PressSummary], console: Console) -> None:
 
 
 def note(summaries: Sequence[PressSummary]) -> str:
-    """Return a line with the number of samples and the meaning of the stars."""
+    """Return a line with the number of samples, the number of cut contexts and the meaning of the stars."""
     samples = max((summary.samples for summary in summaries), default=0)
     tests = sum(summary.p_value is not None for summary in summaries)
     stars = f" * differs from none: p < {ALPHA:g}, paired permutation test, adjusted by Holm for {tests} presses."
-    return f"{samples} samples per press.{stars if tests else ''}"
+    num_cut = max((summary.cut for summary in summaries), default=0)
+    cut = f" {num_cut} of them with a context that lost its middle (max_context_length)." if num_cut else ""
+    return f"{samples} samples per press.{cut}{stars if tests else ''}"
 
 
 def to_markdown(summaries: Sequence[PressSummary]) -> str:
@@ -177,6 +179,7 @@ def records(summaries: Sequence[PressSummary]) -> list[dict[str, Any]]:
             {
                 "press": summary.press,
                 "samples": summary.samples,
+                "cut": summary.cut,
                 **_ends(summary.accuracy, "accuracy", "low", "high"),
                 **_ends(summary.difference, "difference", "difference_low", "difference_high"),
                 **{name: getattr(summary, name) for name in _MEASURED},

@@ -18,6 +18,7 @@ from kvpress_eval.results.summary import BASELINE, PressSummary, paired_scores, 
 
 CONDITIONS = (
     "model", "weights", "kvpress", "device", "dtype", "question_aware", "batch_size", "max_seconds_per_sample",
+    "max_context_length", "model_kwargs",
 )  # fmt: skip
 """Keys of a spec that must be equal in cells that are compared. Other keys, except press and code, define the samples."""
 _PRESS = ("press", CODE)

@@ -53,6 +53,8 @@ class PressSummary:
     """False if the press compressed none of the contexts, although it is meant to."""
     verdict: Verdict | None = None
     """Comparison of the difference with a margin of 3 points."""
+    cut: int = 0
+    """Number of samples whose context lost its middle, because it exceeded the run's `max_context_length`."""
 
     @property
     def rank(self) -> float:
@@ -132,6 +134,7 @@ def _summarise(press: str, cells: Sequence[CellResult], baseline: dict[Place, Ce
         same_answers=_same_answers(cells, references) if comparable else None,
         compressed=num_uncompressed < max(1, len(rows)),
         verdict=judge(press, uncompressed / size, _changes(pairs), points()) if comparable else None,
+        cut=sum(row.get("cut_tokens", 0) > 0 for row in rows),
     )
 
 

@@ -65,6 +65,9 @@ def make_cells(config: RunConfig, sources: Sequence[Source], fingerprint: str, d
         "question_aware": config.question_aware,
         "batch_size": config.batch_size,
         "max_seconds_per_sample": config.max_seconds_per_sample,
+        # Results from before these settings existed keep their names.
+        **({"max_context_length": config.max_context_length} if config.max_context_length else {}),
+        **({"model_kwargs": config.model_kwargs} if config.model_kwargs else {}),
     }
     cells = []
     for press in config.presses:

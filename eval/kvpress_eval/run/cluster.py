@@ -7,6 +7,7 @@ import importlib.util
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -79,7 +80,7 @@ def need_of(config: RunConfig, sources: Sequence[Source], settings: Any, *, gpu:
     if not gpu:
         presses = [kvpress.get_press(spec) for spec in config.presses]
         for source in sources:
-            tokens = source.length or max(_UNKNOWN, *config.lengths)
+            tokens = min(source.length or max(_UNKNOWN, *config.lengths), config.max_context_length or sys.maxsize)
             sizes = [
                 cache_bytes(press, shape.geometry, config.batch_size, tokens, source.max_new_tokens)
                 for press in presses

@@ -25,6 +25,7 @@ from kvpress_eval.results.store import Row, read_rows, store_of
 from kvpress_eval.run.cells import Cell, make_cells
 from kvpress_eval.run.models import Shape, device_of, fingerprint, shape_of, source_of, use_threads
 from kvpress_eval.run.runner import prepare
+from kvpress_eval.tasks.source import Source
 
 _SIDES, _MOMENT, _READ_BYTES, _ROUNDS = (128, 256, 512, 1024, 2048), 0.01, 2**27, 5
 """Speed test of a device: sides of square matrices, tried until one product takes `_MOMENT` seconds; bytes to read; and the
@@ -101,12 +102,13 @@ def estimate(config: RunConfig) -> RunEstimate:
         press_cells = [cell for cell in cells if cell.press == press]
         rows = {cell.id: _rows(config, cell) for cell in press_cells}
         measured |= any(rows.values())
-        lengths = {cell.source.length for cell in press_cells if cell.source.length}
+        lengths = {context_length(config, cell.source) for cell in press_cells} - {0}
         caches = {length: cache_bytes(config, press, length, shape) for length in lengths}
         seconds = 0.0
         for cell in press_cells:
             missing = len(cell.source.ids) - len(rows[cell.id])
-            read, answer = cell_seconds(config, cell, rows[cell.id], shape, machine, caches.get(cell.source.length, 0))
+            cache = caches.get(context_length(config, cell.source), 0)
+            read, answer = cell_seconds(config, cell, rows[cell.id], shape, machine, cache)
             shared = kvpress.get_press(press).recipe().shares_prefill
             key = (cell.source.task, cell.source.length, cell.depth, "" if shared else press)
             reading[key] = max(reading.get(key, 0.0), read * missing)
@@ -116,6 +118,11 @@ def estimate(config: RunConfig) -> RunEstimate:
         presses.append(PressEstimate(press, samples, done, max(caches.values(), default=None), seconds))
     together = sum(item.cache_bytes or 0 for item in presses)
     return RunEstimate(config, presses, shape.weight_bytes, together, sum(reading.values()) + answering, measured)
+
+
+def context_length(config: RunConfig, source: Source) -> int:
+    """Return the most tokens of a context; 0 if the task decides its length and the run does not limit it."""
+    return min(filter(None, (source.length, config.max_context_length)), default=0)
 
 
 def _rows(config: RunConfig, cell: Cell) -> list[Row]:
@@ -142,7 +149,7 @@ def cell_seconds(
     read = (
         median(times["prefill_seconds"] for times in timed)
         if timed
-        else shape.prefill_flops(cell.source.length) / machine.flops
+        else shape.prefill_flops(context_length(config, cell.source)) / machine.flops
     )
     return read, cell.source.max_new_tokens * (median(steps) if steps else step)
 

@@ -134,9 +134,12 @@ class Job:
 
     def _batches(self, source: Source, running: Sequence[_Running]) -> list[_Batch]:
         """Return the samples grouped by context and batch; batches do not depend on rows that exist already."""
-        aware, tokenizer = self.config.question_aware, self.engine.tokenizer
+        aware, longest, tokenizer = self.config.question_aware, self.config.max_context_length, self.engine.tokenizer
         try:
-            prompts = [(s, make_prompt(tokenizer, s, question_aware=aware)) for s in source.make(tokenizer)]
+            prompts = [
+                (sample, make_prompt(tokenizer, sample, question_aware=aware, longest=longest))
+                for sample in source.make(tokenizer)
+            ]
             if not source.length:
                 self._check_positions(prompts)
         except EvalError:
@@ -263,6 +266,7 @@ class Job:
             "expected": list(sample.query.answers),
             "score": None if timed_out else score(sample.query, answer.text),
             "batch_size": batch_size,
+            "cut_tokens": prompt.num_cut,
             **{name: getattr(answer, name) for name in _FIGURES},
             "measured": {
                 "run": self.run_id,

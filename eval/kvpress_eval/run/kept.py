@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
 import kvpress
-from kvpress_eval.run.prompts import Prompt, uses_template
+from kvpress_eval.run.prompts import Prompt, uses_template, without
 from kvpress_eval.tasks.sample import Sample
 
 MOST_TOKENS = 4096
@@ -31,7 +31,7 @@ def describe_kept(
         "question": sample.query.question.strip(),
         "expected": list(sample.query.answers),
         **kept_of(cache, len(prompt.first)),
-        **tokens_of(tokenizer, prompt.first, prompt.text, spans, special=special),
+        **tokens_of(tokenizer, prompt.first, prompt.text, spans, special=special, cut=prompt.cut),
     }
 
 
@@ -52,30 +52,38 @@ def kept_of(cache: DynamicCache, tokens: int) -> dict[str, Any]:
 
 
 def tokens_of(
-    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str, spans: Spans = (), *, special: bool = True
+    tokenizer: PreTrainedTokenizerBase,
+    ids: Sequence[int],
+    text: str,
+    spans: Spans = (),
+    *,
+    special: bool = True,
+    cut: slice | None = None,
 ) -> dict[str, Any]:
     """Return the texts of tokens, and the numbers of the tokens in `spans` of the text; empty above `MOST_TOKENS` tokens.
 
-    `ids` are the first tokens of the text. A tokenizer without offsets decodes them one by one and ignores `spans`.
+    `ids` are the first tokens of the text, without the tokens in `cut`. A tokenizer without offsets decodes them one by one and
+    ignores `spans`.
     """
     if len(ids) > MOST_TOKENS:
         return {}
     if not tokenizer.is_fast:
         return {"tokens": texts_of(tokenizer, ids, text, special=special), "answer": []}
-    offsets = _offsets(tokenizer, ids, text, special)
+    offsets = _offsets(tokenizer, text, special)
+    pieces = without(_split(text, offsets), cut)[: len(ids)]
     answer = [
         number
-        for number, (start, stop) in enumerate(offsets)
+        for number, (start, stop) in enumerate(without(offsets, cut)[: len(ids)])
         if any(low < stop and start < high for low, high in spans)
     ]
-    return {"tokens": _split(text, offsets), "answer": answer}
+    return {"tokens": pieces, "answer": answer}
 
 
 def texts_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str, *, special: bool) -> list[str]:
     """Return the text of each token, for a text of any length; `ids` are its first tokens."""
     if not tokenizer.is_fast:
         return [tokenizer.decode([token]) for token in ids]
-    return _split(text, _offsets(tokenizer, ids, text, special))
+    return _split(text, _offsets(tokenizer, text, special))[: len(ids)]
 
 
 def shares_of(cache: DynamicCache, tokens: int) -> torch.Tensor:
@@ -89,9 +97,8 @@ def shares_of(cache: DynamicCache, tokens: int) -> torch.Tensor:
     return counts / max(1, heads)
 
 
-def _offsets(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str, special: bool) -> list[tuple[int, int]]:
-    encoded = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
-    return list(encoded["offset_mapping"][: len(ids)])
+def _offsets(tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> list[tuple[int, int]]:
+    return list(tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)["offset_mapping"])
 
 
 def _split(text: str, offsets: Sequence[tuple[int, int]]) -> list[str]:

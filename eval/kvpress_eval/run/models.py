@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from kvpress.hf.config import load_config
 from kvpress.hf.model_files import folder_of, reference_path
+from kvpress.hf.model_kwargs import apply_model_kwargs
 from kvpress.hf.models import device_named, parameters_of_config
 from kvpress.hf.positions import check_positions
 from kvpress.hf.weights import digest_of_weights
@@ -104,7 +105,7 @@ def name_of(model: PreTrainedModel) -> str:
 
 def check_lengths(config: RunConfig, settings: Any) -> None:
     """Raise ConfigError if a length exceeds the positions of the model, whose configuration is `settings`."""
-    longest = max(config.lengths)
+    longest = min(max(config.lengths), config.max_context_length or max(config.lengths))
     try:
         check_positions(settings, longest, "give a shorter one", f"length {longest} is")
     except ValueError as error:
@@ -112,15 +113,28 @@ def check_lengths(config: RunConfig, settings: Any) -> None:
 
 
 def read_settings(config: RunConfig) -> Any:
-    """Return the configuration of a run's model, from its folder, the hub or the local cache of the hub.
+    """Return the configuration of a run's model, with the attributes that the run sets in it.
+
+    It is read from the model's folder, the hub or the local cache of the hub.
 
     Raises:
         DataError: it cannot be read, or the hub does not answer.
+        ConfigError: an argument for loading does not suit the model.
     """
     try:
-        return load_config(config.model)
+        settings = load_config(config.model)
     except (OSError, ImportError, ValueError) as error:
         raise DataError(str(error)) from error
+    _apply(config, settings)
+    return settings
+
+
+def _apply(config: RunConfig, settings: Any) -> dict[str, Any]:
+    """Set the attributes of a run in the model's configuration; return its arguments of `from_pretrained`."""
+    try:
+        return apply_model_kwargs(settings, config.model_kwargs)
+    except ValueError as error:
+        raise ConfigError(f"model {config.model!r}: {error}") from error
 
 
 def shape_of(config: RunConfig, settings: Any) -> Shape:
@@ -167,14 +181,16 @@ def load_engine(config: RunConfig, settings: Any = None) -> Engine:
         weights = fingerprint(source, settings)
         tokenizer = load_tokenizer(config, settings)
         placed = {"device_map": config.device_map} if config.device_map else {}
-        model = AutoModelForCausalLM.from_pretrained(source, config=settings, dtype=config.dtype, **placed)
+        arguments = {**placed, **_apply(config, settings)}
+        model = AutoModelForCausalLM.from_pretrained(source, config=settings, dtype=config.dtype, **arguments)
         if not placed:
             model = model.to(device)
         speed_up(model)
     except (OSError, ValueError, ImportError) as error:
         raise DataError(f"cannot load model {config.model!r}: {error}") from error
     except RuntimeError as error:
-        raise ConfigError(f"cannot use device {config.device_map or device!r}: {error}") from error
+        further = f" with model_kwargs {config.model_kwargs}" if config.model_kwargs else ""
+        raise ConfigError(f"cannot use device {config.device_map or device!r}{further}: {error}") from error
     return Engine(model.eval(), _with_pad_token(tokenizer), weights)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,10 +52,13 @@ def load_app(
     store_limit: str,
     dtype: str,
     device: str,
+    model_kwargs: Mapping[str, Any] | None = None,
 ) -> FastAPI:
-    """Load a model, and return its application."""
+    """Load a model, with further arguments `model_kwargs`, and return its application."""
     folder = None if store is None else PrefixStore(store, store_limit)
-    model, tokenizer = kvpress.load_model(name, dtype="auto" if dtype == "auto" else dtype_of(dtype))
+    model, tokenizer = kvpress.load_model(
+        name, dtype="auto" if dtype == "auto" else dtype_of(dtype), **(model_kwargs or {})
+    )
     log_lines()
     return new_app(model.to(device).eval(), tokenizer, settings, api, prefix_bytes, folder)
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -64,34 +64,50 @@ class PublishedDocuments:
 def sources_of(task: PublishedDocuments, request: TaskSettings) -> list[Source]:
     """Return a published task at every length of a run, with its first `samples` questions.
 
+    Rows with one identifier are one question with several right answers.
+
     Raises:
         ConfigError: the run sets no lengths.
         DataError: the file cannot be read, has an invalid row, or has no question.
     """
     require_lengths(task.name, request)
     content = read_published(task.file, request.data_dir)
-    questions: list[DocumentQuestion] = []
+    questions: dict[str, DocumentQuestion] = {}
     for where, row in content.rows():
         try:
-            questions += task.parse(str(len(questions)), row)
+            _add(questions, task.parse(str(len(questions)), row))
         except (KeyError, TypeError, ValueError, IndexError, SyntaxError) as error:
             missing = "missing: " if isinstance(error, KeyError) else ""
             raise DataError(f"{where}: not a row of {task.name} ({missing}{error})") from error
     if not questions:
         raise DataError(f"{content.where} holds no question")
-    questions = questions[: request.samples]
+    chosen = list(questions.values())[: request.samples]
     identity = {"file": content.sha256, "template": task.wording}
     return [
         Source(
             task.name,
             length,
-            [f"{task.name}-{length}-{question.id}" for question in questions],
-            partial(_make, task.name, length, task.score, questions),
+            [f"{task.name}-{length}-{question.id}" for question in chosen],
+            partial(_make, task.name, length, task.score, chosen),
             identity,
             request.max_new_tokens or task.max_new_tokens,
         )
         for length in request.lengths
     ]
+
+
+def _add(questions: dict[str, DocumentQuestion], further: Sequence[DocumentQuestion]) -> None:
+    """Add questions by identifier; a repeated question adds its right answers to the first one.
+
+    Raises:
+        ValueError: an identifier stands for two questions.
+    """
+    for question in further:
+        first = questions.setdefault(question.id, question)
+        if (first.context, first.text) != (question.context, question.text):
+            raise ValueError(f"id {question.id!r} is that of an earlier row with another question")
+        answers = tuple(dict.fromkeys((*first.answers, *question.answers)))
+        questions[question.id] = replace(first, answers=answers) if first is not question else first
 
 
 def _make(

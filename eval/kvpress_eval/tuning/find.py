@@ -528,6 +528,8 @@ def _identity(config: RunConfig, wishes: Wishes, engine: Engine, split: Split) -
         "question_aware": config.question_aware,
         "seed": config.seed,
         "data": split.identity,
+        **({"max_context_length": config.max_context_length} if config.max_context_length else {}),
+        **({"model_kwargs": config.model_kwargs} if config.model_kwargs else {}),
     }
 
 

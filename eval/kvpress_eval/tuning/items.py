@@ -99,7 +99,7 @@ def split_tasks(config: RunConfig, tokenizer: PreTrainedTokenizerBase, samples: 
     parts = []
     for source in sources:
         samples_made = source.make(tokenizer)
-        items = [_item(sample, source, tokenizer, config.question_aware) for sample in samples_made]
+        items = [_item(sample, source, tokenizer, config) for sample in samples_made]
         groups = [list(group) for _, group in groupby(items, key=lambda item: item.prompt.first)]
         divided = _divide(source.task, groups[:contexts], samples, held_out, config.seed)
         by_id = {sample.id: sample for sample in samples_made}
@@ -187,6 +187,11 @@ def _part_of(source: Source, samples: dict[str, Sample], contexts: Sequence[Sequ
     return replace(source, ids=[sample.id for sample in chosen], make=lambda _: chosen)
 
 
-def _item(sample: Sample, source: Source, tokenizer: PreTrainedTokenizerBase, question_aware: bool) -> Item:
-    prompt = make_prompt(tokenizer, sample, question_aware=question_aware)
+def _item(sample: Sample, source: Source, tokenizer: PreTrainedTokenizerBase, config: RunConfig) -> Item:
+    """Return the item of a sample, or raise a ConfigError if its prompt cannot be cut to the limit of the configuration."""
+    aware, longest = config.question_aware, config.max_context_length
+    try:
+        prompt = make_prompt(tokenizer, sample, question_aware=aware, longest=longest)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     return Item(sample.id, source.task, source.length, prompt, sample.query, source.max_new_tokens)

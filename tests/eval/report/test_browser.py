@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 from kvpress_eval.config.schema import RunConfig
+from kvpress_eval.report import compare
 from kvpress_eval.report.show import show, to_html
 from kvpress_eval.report.write import write_outputs
+from kvpress_eval.results.answer_pairs import compare_answers
+from kvpress_eval.results.read import read_runs
 from kvpress_eval.run.runner import run
 from playwright import sync_api as playwright
 from rich.console import Console
@@ -58,6 +61,17 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = "The code for paint is 8392. A school and a valley falls slowly. The king waits beside the tree. " * 4
     path = tmp_path_factory.mktemp("show") / "show.html"
     path.write_text(to_html(*show(config, text, None), "a text"), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory, report: Path) -> Path:
+    presses = ("streaming_llm:0.5", "adakv(snapkv:0.5)")
+    text = "The code for paint is 8392. A school and a valley falls slowly. The king waits beside the tree. " * 4
+    results = show(RunConfig(presses=presses, lengths=(16,), threads=1), text, None)
+    answers = compare_answers(read_runs([report.parent]).cells, *presses)
+    path = tmp_path_factory.mktemp("compare") / "compare.html"
+    path.write_text(compare.to_html(presses, *results, "a text", answers), encoding="utf-8")
     return path
 
 
@@ -192,9 +206,9 @@ def test_layers_and_heads_switch(report_page: playwright.Page, show_page: playwr
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [400, 800, 1280])
 def test_pages_fit_any_screen(
-    browser: playwright.Browser, report: Path, shown: Path, width: int, scheme: str, script: bool
+    browser: playwright.Browser, report: Path, shown: Path, compared: Path, width: int, scheme: str, script: bool
 ) -> None:
-    for path in (report, shown):
+    for path in (report, shown, compared):
         for page in opened(browser, path, width, scheme=scheme, script=script):
             page.locator("summary").evaluate_all("all => all.forEach(summary => summary.parentElement.open = true)")
             assert page.evaluate("document.documentElement.scrollWidth") <= width

@@ -31,7 +31,7 @@ def best(text: str, answers: Sequence[str], *, metric: Callable[[str, str], floa
 
 def f1(text: str, answer: str) -> float:
     """Return F1 of the words, ignoring case, punctuation and articles."""
-    return overlap(_words(text), _words(answer))
+    return overlap(words(text), words(answer))
 
 
 def f1_chinese(text: str, answer: str) -> float:
@@ -120,7 +120,8 @@ def overlap(ours: Sequence[str], theirs: Sequence[str]) -> float:
     return 2 * precision * recall / (precision + recall)
 
 
-def _words(text: str) -> list[str]:
+def words(text: str) -> list[str]:
+    """Return the words of a text in lower case, without punctuation and articles."""
     return re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_NO_PUNCTUATION)).split()
 
 
