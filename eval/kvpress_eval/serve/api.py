@@ -20,8 +20,8 @@ from starlette.exceptions import HTTPException
 from transformers.cache_utils import Cache
 
 from kvpress_eval.run.kept import MOST_TOKENS, texts_of
-from kvpress_eval.serve.access import Access, ApiKeys, Rate, error_response
-from kvpress_eval.serve.answers import AnswerFormat, Events
+from kvpress_eval.serve.access import Access, ApiKeys, Rate, error_body, error_response
+from kvpress_eval.serve.answers import AnswerFormat, Events, stream_event
 from kvpress_eval.serve.conversations import Conversations
 from kvpress_eval.serve.engine import BatchEngine
 from kvpress_eval.serve.kept_tokens import KeptTokens
@@ -71,6 +71,7 @@ def build_app(engine: BatchEngine, tokenizer: Any, settings: ApiSettings) -> Fas
     app.add_exception_handler(RefusedError, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, partial(_unexpected, engine))
     app.state.engine = engine
     routes = _Routes(engine, tokenizer, settings)
     app.state.prompts = routes.prompts
@@ -112,7 +113,8 @@ class _Routes:
 
     async def health(self) -> Response:
         status = 200 if self.engine.is_alive else 503
-        return JSONResponse({"status": "ok" if status == 200 else "stopping", **self.engine.load}, status)
+        state = "ok" if status == 200 else "failed" if self.engine.is_lost else "stopping"
+        return JSONResponse({"status": state, **self.engine.load}, status)
 
     async def metrics(self) -> Response:
         return Response(generate_latest(self.engine.metrics.registry), media_type=CONTENT_TYPE_LATEST)
@@ -264,6 +266,9 @@ class _Routes:
         try:
             async for chunk in answer.stream(events, include_usage):
                 yield chunk
+        except Exception as error:  # the client must not take the answer for a whole one
+            self.engine.metrics.count_failure("response", [answer.job], error)
+            yield stream_event(error_body(f"{type(error).__name__}: {error}", 500))
         finally:
             self.engine.cancel(answer.job)  # of no effect once the answer has ended
 
@@ -313,3 +318,9 @@ async def _invalid(request: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)  # noqa: S101 - registered for this class
     return error_response(f"{request.method} {request.url.path}: {error.detail}", error.status_code)
+
+
+async def _unexpected(engine: BatchEngine, request: Request, error: Exception) -> Response:
+    del request
+    engine.metrics.count_failure("response", (), error)
+    return error_response(f"{type(error).__name__}: {error}", 500)

@@ -17,8 +17,8 @@ from kvpress_eval.common.errors import ClusterError
 from kvpress_eval.run.cluster import connected
 from kvpress_eval.serve.api import ApiSettings
 from kvpress_eval.serve.cluster import APP, ClusterSettings, deploy
-from kvpress_eval.serve.engine import EngineSettings
 from kvpress_eval.serve.run import load_app
+from kvpress_eval.serve.settings import EngineSettings
 from openai import APIError, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
