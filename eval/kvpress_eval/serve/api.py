@@ -24,6 +24,7 @@ from kvpress_eval.serve.access import Access, ApiKeys, Rate, error_body, error_r
 from kvpress_eval.serve.answers import AnswerFormat, Events, stream_event
 from kvpress_eval.serve.conversations import Conversations
 from kvpress_eval.serve.engine import BatchEngine
+from kvpress_eval.serve.grammars import Grammar, Grammars
 from kvpress_eval.serve.kept_tokens import KeptTokens
 from kvpress_eval.serve.page import add_page
 from kvpress_eval.serve.prompts import Prompts, SplitPrompt, TextDocument
@@ -93,6 +94,7 @@ class _Routes:
         records = RecordStore(None if store is None else store.folder / "records")
         self.prompts = Prompts(tokenizer, records)
         self.conversations = Conversations(self.prompts, records)
+        self.grammars = Grammars(tokenizer, engine.model.config.get_text_config().vocab_size, engine.end_tokens)
         self.started = int(time.time())
         for name in ("queued", "prompts", "rows", "batches", "suspended"):
             engine.metrics.gauge(f"kvpress_{name}", f"Number of {name} now", partial(_number_of, engine, name))
@@ -127,9 +129,10 @@ class _Routes:
         split = await asyncio.to_thread(
             self.prompts.of_chat if body.cache is None else self.conversations.continued, body
         )
+        grammar = await asyncio.to_thread(self._grammar, body, uses_tools)
         limit = body.max_completion_tokens or body.max_tokens
         tools = body.tools if uses_tools else None
-        return await self._answer(body, request, split, limit, alternatives, is_chat=True, tools=tools)
+        return await self._answer(body, request, split, limit, alternatives, is_chat=True, tools=tools, grammar=grammar)
 
     async def complete(self, body: CompletionBody, request: Request) -> Response:
         split = await asyncio.to_thread(self.prompts.of_completion, body)
@@ -182,6 +185,7 @@ class _Routes:
         top_logprobs: int | None,
         is_chat: bool,
         tools: list[dict[str, Any]] | None = None,
+        grammar: Grammar | None = None,
     ) -> Response:
         if body.model != self.settings.model:
             raise RefusedError(f"there is no model {body.model!r} on this server, only {self.settings.model!r}", 404)
@@ -203,6 +207,7 @@ class _Routes:
         job, events = self._job(
             "chatcmpl" if is_chat else "cmpl", press, split, self._limit(split, limit), sampling, text
         )
+        job.grammar = grammar
         answer = AnswerFormat(job, self.settings.model, is_chat, self.tokenizer, parser)
         if isinstance(body, ChatBody) and body.keep_cache:
             job.keeps_cache, answer.on_message = True, partial(self._remember, job, body)
@@ -229,6 +234,14 @@ class _Routes:
                 400,
             )
         return parser
+
+    def _grammar(self, body: ChatBody, uses_tools: bool) -> Grammar | None:
+        schema = None if body.response_format is None else body.response_format.schema_of_answer
+        if schema is None:
+            return None
+        if uses_tools:
+            raise RefusedError("response_format must be text with tools, which have a format of their own", 400)
+        return self.grammars.of_schema(schema)
 
     def _press(self, press: str | None) -> str:
         allowed = self.engine.settings.presses

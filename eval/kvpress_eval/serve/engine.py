@@ -367,7 +367,7 @@ class BatchEngine:
             return self._finish(job, "stop", cache)
         text = job.text.feed(row.token)
         job.deliver(TokenEvent(row.token, text, logprob, top))
-        if job.text.is_stopped:
+        if job.text.is_stopped or (job.grammar is not None and job.grammar.is_complete):
             return self._finish(job, "stop", cache)
         return job.generated >= job.max_tokens and self._finish(job, "length", cache)
 

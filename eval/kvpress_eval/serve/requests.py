@@ -7,12 +7,15 @@ import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from transformers.cache_utils import Cache
 
 from kvpress_eval.serve.text import TextStream
+
+if TYPE_CHECKING:
+    from kvpress_eval.serve.grammars import Grammar
 
 ROUTE: ContextVar[str] = ContextVar("ROUTE", default="")
 """Beginning of the identifiers of responses, by which a gateway finds the replica of a conversation again."""
@@ -132,6 +135,8 @@ class GenerationJob:
     """Time of arrival, in seconds of the monotonic clock."""
     inspect: Callable[[Cache], None] | None = None
     """Receiver of the prefix's cache, for a job that only reads it; it is called in the engine's thread."""
+    grammar: Grammar | None = None
+    """Grammar of the answer; None for any text."""
     is_cancelled: bool = False
     """Whether the client has gone."""
     is_ended: bool = False
