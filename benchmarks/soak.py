@@ -314,6 +314,7 @@ def table(record: dict[str, Any]) -> str:
     """Return a record as Markdown."""
     middle, last = (record[name] / 2**20 for name in ("middle_bytes", "last_bytes"))
     faults = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in sorted(record["faults"].items()))
+    ends = ", ".join(f"{count} {name}" for name, count in sorted(record["end"]["answers"].items()))
     lines = [
         "| | |",
         "|---|---|",
@@ -325,7 +326,7 @@ def table(record: dict[str, Any]) -> str:
         f"| most waiting requests | {record['most_queued']:.0f} |",
         f"| resident memory, largest in the middle and the last third | {middle:.0f} MiB, {last:.0f} MiB |",
         f"| requests or bytes left over | {len(record['left_over'])} |",
-        f"| SIGTERM while answers run | {record['end']['answers']}, exit code {record['end']['exit_code']} |",
+        f"| SIGTERM while answers run | {ends}, exit code {record['end']['exit_code']} |",
         "",
         f"`{record['command']}`: {record['model']}, float32, {record['clients']} clients besides three that are slow or "
         f"faulty, {record['threads']} threads, {record['machine']}, {record['date']}.",
