@@ -359,7 +359,7 @@ def test_sigterm_finishes_running_answers(free_port: int) -> None:
 
 
 def wait_until_up(url: str, process: subprocess.Popen[bytes]) -> None:
-    end = time.monotonic() + 120
+    end = time.monotonic() + 300  # a cluster starts slowly
     while True:
         assert process.poll() is None
         assert time.monotonic() < end
