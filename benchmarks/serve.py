@@ -4,7 +4,6 @@
     python -m benchmarks.serve --clients 1 4 16 --seconds 120 --out benchmarks/results/serve.json
     python -m benchmarks.serve --clients 4 --seconds 60             one part; the file keeps all others
     python -m benchmarks.serve --table docs/serving.md              write the table of the file into a page
-    python -m benchmarks.serve --soak 30 --out soak.json            a server under load and faults (`benchmarks.serve_soak`)
 
 SmolLM2-135M-Instruct in float32. Each cell starts a server in a process of its own. In `documents`, clients ask about shared
 documents, each of which one request has read before (`kvpress serve`: uploaded; `transformers serve`: sent with each question,
@@ -39,7 +38,6 @@ from typing import Any
 from benchmarks.machine import cpu_model
 from benchmarks.pages import put
 from benchmarks.serve_load import Server, Timing, question_of, run_clients, serving, stream, text_of
-from benchmarks.serve_soak import soak
 
 PRESSES = ("snapkv:0.75 + kivi:bits=4", "none")
 WORKLOADS = ("documents", "texts")
@@ -213,7 +211,6 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="measure cells again that the file has")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/serve.json"))
     parser.add_argument("--table", type=Path, help="write the table of --out into this page, and measure nothing")
-    parser.add_argument("--soak", type=float, metavar="MINUTES", help="run one server under load and faults instead")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # stops the server too
     if options.table is not None:
@@ -223,8 +220,6 @@ def main() -> None:
     from kvpress.hf.model_files import folder_of
 
     folder = Path(folder_of("smollm2"))
-    if options.soak is not None:
-        sys.exit(soak(options, folder))
     record = record_of(options.out)
     record["command"] = " ".join(["python -m benchmarks.serve", *sys.argv[1:]])
     contenders = [*options.presses, *([] if options.without_transformers else ["transformers"])]

@@ -67,8 +67,8 @@ def command(
             from kvpress_eval.serve.access import ApiKeys, Rate
             from kvpress_eval.serve.api import ApiSettings
             from kvpress_eval.serve.cluster import serve_on_cluster
-            from kvpress_eval.serve.engine import EngineSettings
             from kvpress_eval.serve.run import load_app, serve
+            from kvpress_eval.serve.settings import EngineSettings
         except ModuleNotFoundError as error:
             if str(error.name).startswith("kvpress"):
                 raise

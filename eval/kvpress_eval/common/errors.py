@@ -52,6 +52,12 @@ class DiskFullError(EvalError):
     exit_code = 7
 
 
+class EngineError(EvalError):
+    """The engine of a server cannot go on."""
+
+    exit_code = 8
+
+
 def unknown_name(kind: str, name: str, valid: Iterable[str]) -> str:
     """Return the message for an unknown name, with the nearest valid names."""
     names = sorted(valid)

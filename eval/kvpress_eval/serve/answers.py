@@ -7,6 +7,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +24,7 @@ class Events:
 
     def deliver(self, event: Event) -> None:
         """Add an event, from any thread; events for a loop that has ended are dropped."""
-        if not self._loop.is_closed():
+        with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._queue.put_nowait, event)
 
     async def __aiter__(self) -> AsyncIterator[Event]:
@@ -161,14 +162,14 @@ class AnswerFormat:
         def chunk(delta: dict[str, Any] | str, tokens: list[TokenEvent], reason: str | None = None) -> str:
             content = {"delta": delta} if self.is_chat else {"text": delta}
             choice = {"index": 0, **content, "finish_reason": reason, "logprobs": self.logprobs(tokens)}
-            return _event(self.frame([choice], True))
+            return stream_event(self.frame([choice], True))
 
         if self.is_chat:
             yield chunk({"role": "assistant", "content": ""}, [])
         unsent: list[TokenEvent] = []
         async for event in events:
             if isinstance(event, FailedEvent):
-                yield _event(error_body(event.message, event.status))
+                yield stream_event(error_body(event.message, event.status))
                 return
             if isinstance(event, TokenEvent):
                 unsent.append(event)
@@ -183,9 +184,10 @@ class AnswerFormat:
                 self._finish_message()
                 yield chunk({} if self.is_chat else "", unsent, reason)
         if include_usage:
-            yield _event({**self.frame([], True), "usage": self.usage()})
+            yield stream_event({**self.frame([], True), "usage": self.usage()})
         yield "data: [DONE]\n\n"
 
 
-def _event(data: dict[str, Any]) -> str:
+def stream_event(data: dict[str, Any]) -> str:
+    """Return a server-sent event."""
     return f"data: {json.dumps(data)}\n\n"

@@ -20,10 +20,11 @@ from starlette.exceptions import HTTPException
 from transformers.cache_utils import Cache
 
 from kvpress_eval.run.kept import MOST_TOKENS, texts_of
-from kvpress_eval.serve.access import Access, ApiKeys, Rate, error_response
-from kvpress_eval.serve.answers import AnswerFormat, Events
+from kvpress_eval.serve.access import Access, ApiKeys, Rate, error_body, error_response
+from kvpress_eval.serve.answers import AnswerFormat, Events, stream_event
 from kvpress_eval.serve.conversations import Conversations
 from kvpress_eval.serve.engine import BatchEngine
+from kvpress_eval.serve.grammars import Grammar, Grammars
 from kvpress_eval.serve.kept_tokens import KeptTokens
 from kvpress_eval.serve.page import add_page
 from kvpress_eval.serve.prompts import Prompts, SplitPrompt, TextDocument
@@ -71,6 +72,7 @@ def build_app(engine: BatchEngine, tokenizer: Any, settings: ApiSettings) -> Fas
     app.add_exception_handler(RefusedError, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, partial(_unexpected, engine))
     app.state.engine = engine
     routes = _Routes(engine, tokenizer, settings)
     app.state.prompts = routes.prompts
@@ -92,6 +94,7 @@ class _Routes:
         records = RecordStore(None if store is None else store.folder / "records")
         self.prompts = Prompts(tokenizer, records)
         self.conversations = Conversations(self.prompts, records)
+        self.grammars = Grammars(tokenizer, engine.model.config.get_text_config().vocab_size, engine.end_tokens)
         self.started = int(time.time())
         for name in ("queued", "prompts", "rows", "batches", "suspended"):
             engine.metrics.gauge(f"kvpress_{name}", f"Number of {name} now", partial(_number_of, engine, name))
@@ -112,7 +115,8 @@ class _Routes:
 
     async def health(self) -> Response:
         status = 200 if self.engine.is_alive else 503
-        return JSONResponse({"status": "ok" if status == 200 else "stopping", **self.engine.load}, status)
+        state = "ok" if status == 200 else "failed" if self.engine.is_lost else "stopping"
+        return JSONResponse({"status": state, **self.engine.load}, status)
 
     async def metrics(self) -> Response:
         return Response(generate_latest(self.engine.metrics.registry), media_type=CONTENT_TYPE_LATEST)
@@ -125,9 +129,10 @@ class _Routes:
         split = await asyncio.to_thread(
             self.prompts.of_chat if body.cache is None else self.conversations.continued, body
         )
+        grammar = await asyncio.to_thread(self._grammar, body, uses_tools)
         limit = body.max_completion_tokens or body.max_tokens
         tools = body.tools if uses_tools else None
-        return await self._answer(body, request, split, limit, alternatives, is_chat=True, tools=tools)
+        return await self._answer(body, request, split, limit, alternatives, is_chat=True, tools=tools, grammar=grammar)
 
     async def complete(self, body: CompletionBody, request: Request) -> Response:
         split = await asyncio.to_thread(self.prompts.of_completion, body)
@@ -180,6 +185,7 @@ class _Routes:
         top_logprobs: int | None,
         is_chat: bool,
         tools: list[dict[str, Any]] | None = None,
+        grammar: Grammar | None = None,
     ) -> Response:
         if body.model != self.settings.model:
             raise RefusedError(f"there is no model {body.model!r} on this server, only {self.settings.model!r}", 404)
@@ -201,6 +207,7 @@ class _Routes:
         job, events = self._job(
             "chatcmpl" if is_chat else "cmpl", press, split, self._limit(split, limit), sampling, text
         )
+        job.grammar = grammar
         answer = AnswerFormat(job, self.settings.model, is_chat, self.tokenizer, parser)
         if isinstance(body, ChatBody) and body.keep_cache:
             job.keeps_cache, answer.on_message = True, partial(self._remember, job, body)
@@ -227,6 +234,14 @@ class _Routes:
                 400,
             )
         return parser
+
+    def _grammar(self, body: ChatBody, uses_tools: bool) -> Grammar | None:
+        schema = None if body.response_format is None else body.response_format.schema_of_answer
+        if schema is None:
+            return None
+        if uses_tools:
+            raise RefusedError("response_format must be text with tools, which have a format of their own", 400)
+        return self.grammars.of_schema(schema)
 
     def _press(self, press: str | None) -> str:
         allowed = self.engine.settings.presses
@@ -264,6 +279,9 @@ class _Routes:
         try:
             async for chunk in answer.stream(events, include_usage):
                 yield chunk
+        except Exception as error:  # the client must not take the answer for a whole one
+            self.engine.metrics.count_failure("response", [answer.job], error)
+            yield stream_event(error_body(f"{type(error).__name__}: {error}", 500))
         finally:
             self.engine.cancel(answer.job)  # of no effect once the answer has ended
 
@@ -313,3 +331,9 @@ async def _invalid(request: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)  # noqa: S101 - registered for this class
     return error_response(f"{request.method} {request.url.path}: {error.detail}", error.status_code)
+
+
+async def _unexpected(engine: BatchEngine, request: Request, error: Exception) -> Response:
+    del request
+    engine.metrics.count_failure("response", (), error)
+    return error_response(f"{type(error).__name__}: {error}", 500)

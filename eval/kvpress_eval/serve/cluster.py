@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +23,8 @@ ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 """Router of Ray Serve that sends equal session identifiers to one replica."""
 SPARE = 16
 """Requests of a replica besides those that run or wait: health checks, refusals, the page."""
+REPORT_SECONDS = 10.0
+"""Seconds that gateways outlive replicas, to report the requests that those could not finish."""
 STATUS_SECONDS = 10.0
 """Longest time in which a replica must report its state."""
 
@@ -231,8 +234,18 @@ def serve_on_cluster(load: Callable[[Any], Any], api: Any, settings: ClusterSett
             log("start", model=api.model, replicas=settings.replicas, nodes=nodes, host=host, port=port)
             threading.Event().wait()
         finally:
-            serve.delete(APP)
-            serve.shutdown()
+            _drain(api.drain_seconds + REPORT_SECONDS)
+
+
+def _drain(seconds: float) -> None:
+    """Accept no more requests, wait for those accepted for at most `seconds`, and end Ray Serve."""
+    from ray import serve
+
+    serve.delete(APP, _blocking=False)  # would wait for a minute, and no longer
+    end = time.monotonic() + seconds
+    while APP in serve.status().applications and time.monotonic() < end:
+        time.sleep(0.2)
+    serve.shutdown()
 
 
 def deploy(load: Callable[[Any], Any], api: Any, settings: ClusterSettings, host: str, port: int) -> None:
@@ -274,7 +287,7 @@ def deploy(load: Callable[[Any], Any], api: Any, settings: ClusterSettings, host
         ray_actor_options={"num_cpus": 0},
         # The replicas refuse requests that are too many, not the gateways, of which each may get all.
         max_ongoing_requests=2 * capacity * (settings.max_replicas or settings.replicas),
-        graceful_shutdown_timeout_s=seconds,
+        graceful_shutdown_timeout_s=seconds + REPORT_SECONDS,
     )
     inner = replace(api, keys=None, rate=None)  # the gateways check both
     classes = [entry.press for entry in entries()]

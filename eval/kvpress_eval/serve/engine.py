@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
 from functools import partial
 from operator import is_not
 from typing import Any
@@ -16,42 +17,27 @@ from transformers.cache_utils import Cache
 
 from kvpress_eval.serve.admission import Admission
 from kvpress_eval.serve.batch import AnswerRow, Batch, PressSteps, PromptReader
-from kvpress_eval.serve.metrics import Metrics
-from kvpress_eval.serve.prefixes import Prefixes, PrefixKey
+from kvpress_eval.serve.failures import Failures, any_answers
+from kvpress_eval.serve.metrics import Metrics, log
+from kvpress_eval.serve.prefixes import Prefixes
 from kvpress_eval.serve.requests import (
     FailedEvent,
     FinishedEvent,
     FinishReason,
     GenerationJob,
+    PrefixKey,
     RefusedError,
     TokenEvent,
     lost_conversation,
 )
 from kvpress_eval.serve.sampling import next_token
-from kvpress_eval.serve.suspension import SuspendedRows, may_give_way
+from kvpress_eval.serve.settings import EngineSettings
+from kvpress_eval.serve.suspension import SuspendedRows, rows_giving_way
 
 RETRY_AFTER = 5
 """Seconds after which a client may try again when the queue is full."""
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """Limits of the engine."""
-
-    presses: Sequence[str]
-    """Presses that requests may choose; the first is the default."""
-    memory: int
-    """Bytes for caches."""
-    chunk: int = 256
-    """Tokens of a prompt that are read between two decode steps."""
-    queue: int = 256
-    """Most waiting requests."""
-    rows: int = 64
-    """Most requests that run at once."""
-    prompts: int = 4
-    """Most prompts that are read at once, in turn."""
-    preempt_seconds: float | None = None
-    """Seconds of waiting after which a short request suspends a long one; None for never."""
+SHUT_DOWN = "the server was shut down before the answer was complete"
+LOST = "the engine of this server has failed: send the request again once the server has restarted"
 
 
 class BatchEngine:
@@ -60,6 +46,9 @@ class BatchEngine:
     In each round, every batch decodes one token of each of its rows, and one prompt reads one part. So a stream waits for at
     most one part of a prompt between two tokens, for any length of the prompt. Requests under one press share a batch where the
     press allows it (`kvpress.join`); batches of other presses take turns.
+
+    An unexpected error ends the requests of the stage in which it is raised, and no others. If the engine cannot go on
+    (`Failures`), all requests end with an error, and `on_lost` is called.
 
     Args:
         model: the model in evaluation mode; it belongs to the engine until `stop`.
@@ -93,6 +82,9 @@ class BatchEngine:
         self._batches: list[Batch] = []
         self._suspended = SuspendedRows(model)
         self._changed = threading.Condition()
+        self._failures = Failures(metrics, partial(any_answers, self.steps.values(), model, tokenizer, prefixes))
+        self.on_lost: Callable[[], None] | None = None
+        """Called in the engine's thread once the engine cannot go on."""
         self._state = "running"
         self._thread = threading.Thread(target=self._run, name="kvpress-engine", daemon=True)
 
@@ -106,6 +98,11 @@ class BatchEngine:
     def is_alive(self) -> bool:
         """Whether the engine accepts and runs requests."""
         return self._state == "running" and self._thread.is_alive()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the engine has ended because it could not go on."""
+        return self._state == "lost"
 
     @property
     def load(self) -> dict[str, int]:
@@ -129,7 +126,7 @@ class BatchEngine:
         self.admission.check_fits(job)
         with self._changed:
             if self._state != "running":
-                raise RefusedError("the server is shutting down", 503, RETRY_AFTER)
+                raise RefusedError(LOST if self.is_lost else "the server is shutting down", 503, RETRY_AFTER)
             if len(self._queue) >= self.settings.queue:
                 raise RefusedError(
                     f"the queue is full, with {self.settings.queue} waiting requests: try again later", 429, RETRY_AFTER
@@ -145,40 +142,61 @@ class BatchEngine:
 
     def stop(self, patience: float) -> None:
         """Accept no more requests, finish those accepted for at most `patience` seconds, then fail the others."""
-        with self._changed:
-            self._state = "draining"
-            self._changed.notify_all()
-        if not self._thread.is_alive():
-            return
-        self._thread.join(patience)
-        with self._changed:
-            self._state = "stopped"
-            self._changed.notify_all()
-        self._thread.join()
+        for state, seconds in (("draining", patience), ("stopped", None)):
+            with self._changed:
+                if not self._thread.is_alive():
+                    return
+                if not self.is_lost:
+                    self._state = state
+                self._changed.notify_all()
+            self._thread.join(seconds)
 
     # -- thread of the engine ----------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             while self._wait():
-                self._drop_cancelled()
-                self._resume()
-                self._admit()
-                for batch in list(self._batches):
-                    self._guarded(partial(self._decode, batch), [row.job for row in batch.rows])
-                self._batches = [batch for batch in self._batches if batch.rows]
-                if self._prompts:
-                    self._read(self._prompts.popleft())
-        finally:
-            self._state = "stopped"
-            for job in self._jobs():
-                self._end(job, FailedEvent("the server was shut down before the answer was complete"), "failed")
-            self._queue.clear()
-            self._prompts.clear()
-            self._batches.clear()
-            self._suspended.close()
-            self._close_steps()
-            self.prefixes.write_conversations()
+                try:
+                    self._round()
+                except BaseException as error:  # panics of Rust libraries are no `Exception`
+                    self._fail("round", self._begun_jobs(), error)
+                if self._failures.is_fatal():
+                    break
+        except BaseException as error:
+            self._failures.add("engine", (), error)
+        with self._changed:
+            is_lost = self._state == "running"  # else `stop` was called
+            self._state = "lost" if is_lost else "stopped"
+        try:
+            self._shut_down()
+        except BaseException as error:
+            self._failures.add("engine", (), error)
+        if is_lost:
+            log("lost", logging.ERROR)
+            if self.on_lost is not None:
+                self.on_lost()
+
+    def _round(self) -> None:
+        self._drop_cancelled()
+        self._resume()
+        self._admit()
+        for batch in list(self._batches):
+            self._guarded("decode", partial(self._decode, batch), [row.job for row in batch.rows])
+        if self._prompts:
+            prompt = self._prompts.popleft()
+            self._guarded("prefill", partial(self._read, prompt), [prompt.job])
+
+    def _shut_down(self) -> None:
+        """End all requests and free all memory; an error of one step is raised after the others."""
+        event = FailedEvent(LOST if self.is_lost else SHUT_DOWN, 503)
+        with ExitStack() as stack:
+            stack.callback(self.prefixes.write_conversations)
+            stack.callback(self._close_steps)
+            stack.callback(self._suspended.close)
+            for places in (self._queue, self._prompts, self._batches):
+                stack.callback(places.clear)
+            for job in (*self._queue, *self._begun_jobs()):
+                stack.callback(self._end, job, event, "failed")
 
     def _wait(self) -> bool:
         """Wait for work; return False once the engine must end."""
@@ -189,85 +207,89 @@ class BatchEngine:
                 self._changed.wait()
             return self._state != "stopped"
 
-    def _jobs(self) -> list[GenerationJob]:
+    def _begun_jobs(self) -> list[GenerationJob]:
         rows = [row.job for batch in self._batches for row in batch.rows]
         suspended_jobs = [row.job for row in self._suspended.rows]
-        return [*self._queue, *(prompt.job for prompt in self._prompts), *rows, *suspended_jobs]
+        return [*(prompt.job for prompt in self._prompts), *rows, *suspended_jobs]
 
     def _drop_cancelled(self) -> None:
         with self._changed:
-            cancelled = [job for job in self._jobs() if job.is_cancelled]
+            cancelled = [job for job in (*self._queue, *self._begun_jobs()) if job.is_cancelled]
             if not cancelled:
                 return
             self._queue = deque(job for job in self._queue if job not in cancelled)
             self._prompts = deque(prompt for prompt in self._prompts if prompt.job not in cancelled)
-        for batch in self._batches:
-            batch.keep(lambda row: row.job not in cancelled)
+        for batch in list(self._batches):
+            self._keep(batch, lambda row: row.job not in cancelled)
         for row in [row for row in self._suspended.rows if row.job in cancelled]:
             self._suspended.remove(row)
-        self._batches = [batch for batch in self._batches if batch.rows]
         for job in cancelled:
             self._end(job, FinishedEvent("cancelled"), "cancelled")
 
+    def _keep(self, batch: Batch, wanted: Callable[[AnswerRow], bool]) -> None:
+        """Take the other rows out of a batch, and an empty batch out of the list."""
+        self._guarded("decode", partial(batch.keep, wanted), [row.job for row in batch.rows])
+        self._batches = [entry for entry in self._batches if entry.rows]
+
     def _admit(self) -> None:
         """Begin the oldest waiting requests that fit, in order, so that none is overtaken for ever."""
-        while self._queue:
+        while self._queue and len(self._prompts) < self.settings.prompts:
             job = self._queue[0]
-            if len(self._prompts) >= self.settings.prompts:
+            self._guarded("admission", partial(self._begin, job), [job])
+            if self._queue and self._queue[0] is job:  # no room yet
                 return
-            if not self._has_room(job) and not (self._suspend_for(job) and self._has_room(job)):
-                return
-            with self._changed:
-                self._queue.popleft()
-            self.prefixes.pin(job.key, job.name)
-            self.metrics.queue_seconds.observe(time.monotonic() - job.created)
-            prompt = PromptReader(job, self.steps[job.press], self.model, self.prefixes, self.settings.chunk)
+
+    def _begin(self, job: GenerationJob) -> None:
+        """Begin a request, if it fits."""
+        if not self._has_room(job) and not (self._suspend_for(job) and self._has_room(job)):
+            return
+        self.prefixes.pin(job.key, job.name)
+        self.metrics.queue_seconds.observe(time.monotonic() - job.created)
+        prompt = PromptReader(job, self.steps[job.press], self.model, self.prefixes, self.settings.chunk)
+        with self._changed:
+            self._queue.popleft()
             self._prompts.append(prompt)
 
     def _num_running(self) -> int:
         return len(self._prompts) + sum(len(batch.rows) for batch in self._batches)
 
     def _suspend_for(self, job: GenerationJob) -> bool:
-        """Suspend the longest running answers until a request that has waited long enough fits; return whether it does now."""
+        """Suspend the longest running answers until a request that has waited long enough fits; return whether any was."""
         patience = self.settings.preempt_seconds
-        if patience is None or time.monotonic() - job.created < patience:
+        if patience is None or time.monotonic() - job.created < patience or not self._suspended.is_ready:
             return False
-        rows = [(batch, row) for batch in self._batches for row in batch.rows if may_give_way(row, job)]
-        rows.sort(key=lambda each: each[1].job.generated - each[1].job.max_tokens)
         needed_bytes = max(self.admission.price(job, job.key in self.prefixes)) + self.prefixes.held_bytes
         missing_bytes = self.admission.reserved + needed_bytes - self.admission.limit
         missing_rows = self._num_running() + 1 - self.settings.rows
-        if sum(row.job.reserved_bytes for _, row in rows) < missing_bytes or len(rows) < missing_rows:
-            return False
-        for batch, row in rows:
-            if missing_bytes <= 0 and missing_rows <= 0:
-                break
+        chosen = rows_giving_way(self._batches, job, missing_bytes, missing_rows)
+        for batch, row in chosen:
             try:
                 self._suspended.add(row, batch.row_cache(row))
-            except OSError as error:
-                self.metrics.log_failure([row.job], error)  # the answer goes on
-                break
-            missing_bytes, missing_rows = missing_bytes - row.job.reserved_bytes, missing_rows - 1
-            batch.keep(partial(is_not, row))
+            except BaseException as error:  # the answer goes on in its batch
+                self.metrics.count_failure("preemption", [row.job], error)
+                return False
+            self._keep(batch, partial(is_not, row))
             self.admission.release(row.job)
             self.metrics.suspensions.inc()
-        self._batches = [batch for batch in self._batches if batch.rows]
-        return missing_bytes <= 0 and missing_rows <= 0
+        return bool(chosen)
 
     def _resume(self) -> None:
         """Continue suspended answers that fit again, before any waiting request begins."""
         while self._suspended.rows and self._num_running() < self.settings.rows:
             row = self._suspended.rows[0]
-            if not self.admission.readmit(row.job, self.prefixes.held_bytes):
-                if self._num_running():
-                    return
-                self.prefixes.make_room(self.prefixes.held_bytes)  # nothing else runs: the answer fits without prefixes
-                self.admission.readmit(row.job, 0)
-            self._guarded(partial(self._continue, row), [row.job])
-            self._suspended.remove(row)
+            self._guarded("resume", partial(self._continue, row), [row.job])
+            if self._suspended.rows and self._suspended.rows[0] is row:  # no room yet
+                return
 
     def _continue(self, row: AnswerRow) -> None:
+        """Continue a suspended answer, if it fits."""
+        if not self.admission.readmit(row.job, self.prefixes.held_bytes):
+            if self._num_running():
+                return
+            self.prefixes.make_room(self.prefixes.held_bytes)  # nothing else runs: the answer fits without prefixes
+            self.admission.readmit(row.job, 0)
         self._join(row, self._suspended.load(row))
+        self._suspended.remove(row)
 
     def _has_room(self, job: GenerationJob) -> bool:
         if self._num_running() >= self.settings.rows:
@@ -283,22 +305,7 @@ class BatchEngine:
 
     def _read(self, prompt: PromptReader) -> None:
         """Read one part of a prompt, whose answer then joins a batch."""
-        if self._is_read_by_another(prompt):
-            self._prompts.append(prompt)
-            return
-        self._guarded(partial(self._read_part, prompt), [prompt.job])
-
-    def _is_read_by_another(self, prompt: PromptReader) -> bool:
-        """Whether another request reads the same prefix now, which this one waits for."""
-        reading: set[PrefixKey] = {
-            other.job.key
-            for other in self._prompts
-            if other.cache is not None and not other.has_prefix and other is not prompt
-        }
-        return not prompt.has_prefix and prompt.cache is None and prompt.job.key in reading
-
-    def _read_part(self, prompt: PromptReader) -> None:
-        if not prompt.read_part():
+        if self._is_read_by_another(prompt) or not prompt.read_part():
             self._prompts.append(prompt)
             return
         job = prompt.job
@@ -311,9 +318,17 @@ class BatchEngine:
             return
         row, cache = AnswerRow(job, -1), prompt.cache
         assert cache is not None  # noqa: S101 - for type checkers
-        if self._emit(row, prompt.logits, lambda: cache):
-            return
-        self._join(row, cache)
+        if not self._emit(row, prompt.logits, lambda: cache):
+            self._join(row, cache)
+
+    def _is_read_by_another(self, prompt: PromptReader) -> bool:
+        """Whether another request reads the same prefix now, which this one waits for."""
+        reading: set[PrefixKey] = {
+            other.job.key
+            for other in self._prompts
+            if other.cache is not None and not other.has_prefix and other is not prompt
+        }
+        return not prompt.has_prefix and prompt.cache is None and prompt.job.key in reading
 
     def _join(self, row: AnswerRow, cache: Cache) -> None:
         """Add a row to a batch of its press, or begin one."""
@@ -329,14 +344,21 @@ class BatchEngine:
             for row, row_logits in zip(batch.rows, logits, strict=True)
             if self._emit(row, row_logits, partial(batch.row_cache, row))
         ]
-        batch.keep(lambda row: row not in ended_rows)
+        self._keep(batch, lambda row: row not in ended_rows)
         self.metrics.batch_rows.observe(len(logits))
 
     def _emit(self, row: AnswerRow, logits: Any, cache: Callable[[], Cache]) -> bool:
         """Choose and deliver the next token of a row; return whether its answer has ended.
 
-        `cache` returns the cache of the row, for requests that keep it.
+        `cache` returns the cache of the row, for requests that keep it. An error ends this answer alone.
         """
+        try:
+            return self._choose(row, logits, cache)
+        except BaseException as error:
+            self._end_failed("sampling", [row.job], error)
+            return True
+
+    def _choose(self, row: AnswerRow, logits: Any, cache: Callable[[], Cache]) -> bool:
         job, now = row.job, time.monotonic()
         row.token, logprob, top = next_token(logits, job)
         self.metrics.observe_token(job, now)
@@ -345,7 +367,7 @@ class BatchEngine:
             return self._finish(job, "stop", cache)
         text = job.text.feed(row.token)
         job.deliver(TokenEvent(row.token, text, logprob, top))
-        if job.text.is_stopped:
+        if job.text.is_stopped or (job.grammar is not None and job.grammar.is_complete):
             return self._finish(job, "stop", cache)
         return job.generated >= job.max_tokens and self._finish(job, "length", cache)
 
@@ -355,24 +377,47 @@ class BatchEngine:
         self._end(job, FinishedEvent(reason, job.text.finish()), "ok")
         return True
 
-    def _guarded(self, work: Callable[[], None], jobs: Sequence[GenerationJob]) -> None:
-        """Run some work; an error ends its requests, and no others."""
+    def _guarded(self, stage: str, work: Callable[[], None], jobs: Sequence[GenerationJob]) -> bool:
+        """Run some work and return whether it succeeded; an error ends its requests, and no others."""
         try:
             work()
-        except Exception as error:
-            event = FailedEvent(f"{type(error).__name__}: {error}")
-            if isinstance(error, RefusedError):
-                event = FailedEvent(str(error), error.status)
-            self.metrics.log_failure(jobs, error)
-            self._batches = [batch for batch in self._batches if not any(row.job in jobs for row in batch.rows)]
-            for job in jobs:
-                self._end(job, event, "failed")
+        except BaseException as error:
+            self._fail(stage, jobs, error)
+            return False
+        return True
+
+    def _fail(self, stage: str, jobs: Sequence[GenerationJob], error: BaseException) -> None:
+        """Take requests out, with the batches of their rows, and end them with an error."""
+        with self._changed:
+            self._queue = deque(job for job in self._queue if job not in jobs)
+            self._prompts = deque(prompt for prompt in self._prompts if prompt.job not in jobs)
+        self._batches = [batch for batch in self._batches if not any(row.job in jobs for row in batch.rows)]
+        for row in [row for row in self._suspended.rows if row.job in jobs]:
+            self._suspended.remove(row)
+        self._end_failed(stage, jobs, error)
+
+    def _end_failed(self, stage: str, jobs: Sequence[GenerationJob], error: BaseException) -> None:
+        event = FailedEvent(f"{type(error).__name__}: {error}")
+        if isinstance(error, RefusedError):  # the request is at fault
+            event = FailedEvent(str(error), error.status)
+        else:
+            self._failures.add(stage, jobs, error)
+        for job in jobs:
+            self._end(job, event, "failed")
 
     def _end(self, job: GenerationJob, event: FinishedEvent | FailedEvent, outcome: str) -> None:
-        self.admission.release(job)
-        self.prefixes.unpin(job.key, job.name)
-        self.metrics.count_end(job, outcome)
-        job.deliver(event)
+        """Free the memory of a request and deliver its last event, once."""
+        if job.is_ended:
+            return
+        job.is_ended = True
+        if outcome == "ok":
+            self._failures.clear()
+        try:
+            self.admission.release(job)
+            self.prefixes.unpin(job.key, job.name)
+            self.metrics.count_end(job, outcome)
+        finally:
+            job.deliver(event)
 
     def _close_steps(self) -> None:
         for steps in self.steps.values():

@@ -5,15 +5,22 @@ from __future__ import annotations
 
 import json
 import logging
+import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvpress_eval.serve.requests import GenerationJob
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 """Bounds of the buckets of times."""
+SYSTEM_ERRORS = (OSError, MemoryError, torch.OutOfMemoryError, getattr(torch, "AcceleratorError", MemoryError))
+"""Errors whose messages never quote a text of a client; torch has `AcceleratorError` since 2.8."""
+MOST_FRAMES = 12
+"""Innermost frames of an error that are logged."""
 logger = logging.getLogger("kvpress.serve")
 
 
@@ -33,6 +40,9 @@ class Metrics:
         )
         self.between_tokens = Histogram(
             "kvpress_time_between_tokens_seconds", "Seconds between tokens", buckets=SECONDS, registry=registry
+        )
+        self.failures = Counter(
+            "kvpress_failures", "Unexpected errors of the engine by stage", ["stage"], registry=registry
         )
         self.suspensions = Counter("kvpress_suspensions", "Answers that gave way to shorter ones", registry=registry)
         self.batch_rows = Histogram(
@@ -68,11 +78,20 @@ class Metrics:
             cached_tokens=job.cached_tokens, generated_tokens=job.generated, first_token_seconds=job.first_token_seconds,
         )  # fmt: skip
 
-    def log_failure(self, jobs: Sequence[GenerationJob], error: Exception) -> None:
-        """Log an error of the engine with its traceback."""
-        logger.error("requests %s failed", [job.name for job in jobs], exc_info=error)
+    def count_failure(self, stage: str, jobs: Sequence[GenerationJob], error: BaseException) -> None:
+        """Count and log an unexpected error of a stage of the engine, with its place in the code.
+
+        The message is logged only if it comes from the system or the accelerator, since others may quote texts of clients.
+        """
+        self.failures.labels(stage).inc()
+        frames = traceback.extract_tb(error.__traceback__)[-MOST_FRAMES:]
+        log(
+            "failure", logging.ERROR, stage=stage, requests=[job.name for job in jobs], error=type(error).__name__,
+            message=str(error) if isinstance(error, SYSTEM_ERRORS) else None,
+            frames=[f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames],
+        )  # fmt: skip
 
 
-def log(event: str, **fields: Any) -> None:
+def log(event: str, level: int = logging.INFO, **fields: Any) -> None:
     """Write one line of JSON to the log."""
-    logger.info(json.dumps({"event": event, **fields}))
+    logger.log(level, json.dumps({"event": event, **fields}))

@@ -5,24 +5,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
 
 import kvpress
 from kvpress.hf.cache.prefix_store import PrefixStore
-
-
-class PrefixKey(NamedTuple):
-    """Key of a compressed cache."""
-
-    press: str
-    """Spec of the press."""
-    ids: tuple[int, ...]
-    """Tokens that the cache has read."""
-    conversation: str = ""
-    """Identifier of the answer whose cache it is; empty for a shared text, which is read as one prompt."""
+from kvpress_eval.serve.metrics import Metrics
+from kvpress_eval.serve.requests import PrefixKey
 
 
 @dataclass(frozen=True)
@@ -48,10 +39,11 @@ class Prefixes:
         model: the model.
         limit: bytes in memory.
         store: folder of files; None to forget prefixes that leave the memory.
+        metrics: counts files that cannot be written or read. Such a prefix counts as missing there, and is read again.
     """
 
-    def __init__(self, model: Any, limit: int, store: PrefixStore | None) -> None:
-        self.model, self.limit, self.store = model, limit, store
+    def __init__(self, model: Any, limit: int, store: PrefixStore | None, metrics: Metrics) -> None:
+        self.model, self.limit, self.store, self.metrics = model, limit, store, metrics
         self.hits = self.misses = 0
         self._by_key: OrderedDict[PrefixKey, Prefix] = OrderedDict()
         self._users: dict[PrefixKey, set[str]] = {}
@@ -124,12 +116,21 @@ class Prefixes:
                 self._write(key, prefix.cache)
 
     def _write(self, key: PrefixKey, cache: Cache) -> None:
-        if self.store is not None:
-            self.store.keep(self.model, key.press, torch.tensor([key.ids]), cache, variant=key.conversation)
+        if self.store is None:
+            return
+        try:
+            if not self.store.keep(self.model, key.press, torch.tensor([key.ids]), cache, variant=key.conversation):
+                self.metrics.failures.labels("store").inc()  # the store has logged the reason
+        except Exception as error:  # no answer depends on the file
+            self.metrics.count_failure("store", (), error)
 
     def _load(self, key: PrefixKey) -> Prefix | None:
         assert self.store is not None  # noqa: S101 - the caller checked
-        entry = self.store.find(self.model, key.press, torch.tensor([key.ids]), variant=key.conversation)
+        try:
+            entry = self.store.find(self.model, key.press, torch.tensor([key.ids]), variant=key.conversation)
+        except Exception as error:
+            self.metrics.count_failure("store", (), error)
+            return None
         if entry is None or entry.length != len(key.ids):
             return None
         return self._add(key, entry.cache)

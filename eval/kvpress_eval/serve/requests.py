@@ -7,17 +7,30 @@ import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from transformers.cache_utils import Cache
 
-from kvpress_eval.serve.prefixes import PrefixKey
 from kvpress_eval.serve.text import TextStream
+
+if TYPE_CHECKING:
+    from kvpress_eval.serve.grammars import Grammar
 
 ROUTE: ContextVar[str] = ContextVar("ROUTE", default="")
 """Beginning of the identifiers of responses, by which a gateway finds the replica of a conversation again."""
 FinishReason = Literal["stop", "length", "cancelled"]
+
+
+class PrefixKey(NamedTuple):
+    """Key of a compressed cache."""
+
+    press: str
+    """Spec of the press."""
+    ids: tuple[int, ...]
+    """Tokens that the cache has read."""
+    conversation: str = ""
+    """Identifier of the answer whose cache it is; empty for a shared text, which is read as one prompt."""
 
 
 @dataclass(frozen=True)
@@ -122,8 +135,12 @@ class GenerationJob:
     """Time of arrival, in seconds of the monotonic clock."""
     inspect: Callable[[Cache], None] | None = None
     """Receiver of the prefix's cache, for a job that only reads it; it is called in the engine's thread."""
+    grammar: Grammar | None = None
+    """Grammar of the answer; None for any text."""
     is_cancelled: bool = False
     """Whether the client has gone."""
+    is_ended: bool = False
+    """Whether the last event was delivered."""
     cached_tokens: int = 0
     """Tokens of the prefix that were not read for this request."""
     tokens: list[int] = field(default_factory=list)

@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ import kvpress
 from kvpress.cache.files import dtype_of
 from kvpress.hf.cache.prefix_store import PrefixStore
 from kvpress.hf.positions import positions_of
+from kvpress_eval.common.errors import EngineError
 from kvpress_eval.serve.api import ApiSettings, build_app
-from kvpress_eval.serve.engine import BatchEngine, EngineSettings
+from kvpress_eval.serve.engine import BatchEngine
 from kvpress_eval.serve.metrics import Metrics, log
 from kvpress_eval.serve.prefixes import Prefixes
+from kvpress_eval.serve.settings import EngineSettings
 
 KEEP_ALIVE = 15
 """Seconds that an idle connection stays open."""
@@ -38,8 +41,9 @@ def new_app(
 
     `prefix_bytes` is the memory for shared texts, and `store` the folder for those beyond it.
     """
-    prefixes = Prefixes(model, prefix_bytes, store)
-    engine = BatchEngine(model, tokenizer, settings, prefixes, Metrics())
+    metrics = Metrics()
+    prefixes = Prefixes(model, prefix_bytes, store, metrics)
+    engine = BatchEngine(model, tokenizer, settings, prefixes, metrics)
     return build_app(engine, tokenizer, replace(api, positions=api.positions or positions_of(model.config)))
 
 
@@ -64,7 +68,11 @@ def load_app(
 
 
 def serve(load: Callable[[ApiSettings], FastAPI], api: ApiSettings, host: str, port: int) -> None:
-    """Serve the application that `load` returns until SIGTERM or Ctrl-C."""
+    """Serve the application that `load` returns until SIGTERM or Ctrl-C.
+
+    Raises:
+        EngineError: the engine could not go on; all responses have ended.
+    """
     app = load(api)
     warn_if_open(api, host)
     settings = app.state.engine.settings
@@ -73,7 +81,11 @@ def serve(load: Callable[[ApiSettings], FastAPI], api: ApiSettings, host: str, p
         app, host, port, log_level="warning", access_log=False, timeout_keep_alive=KEEP_ALIVE,
         timeout_graceful_shutdown=max(1, round(api.drain_seconds)), h11_max_incomplete_event_size=2**16,
     )  # fmt: skip
-    uvicorn.Server(config).run()
+    server, engine = uvicorn.Server(config), app.state.engine
+    engine.on_lost = partial(setattr, server, "should_exit", True)
+    server.run()
+    if engine.is_lost:
+        raise EngineError("the engine failed again and again, and was ended: its errors are in the log; start it again")
 
 
 def warn_if_open(api: ApiSettings, host: str) -> None:
@@ -91,3 +103,9 @@ def log_lines() -> None:
     logger.propagate = False
     if not logger.handlers:
         logger.addHandler(logging.StreamHandler(sys.stderr))
+        logging.getLogger("uvicorn.error").addFilter(_is_logged_once)
+
+
+def _is_logged_once(record: logging.LogRecord) -> bool:
+    """Return False for tracebacks of requests, which the server has logged without the texts that errors may quote."""
+    return not record.getMessage().startswith("Exception in ASGI application")

@@ -12,10 +12,14 @@ from kvpress_eval.serve.requests import GenerationJob
 def next_token(logits: Tensor, job: GenerationJob) -> tuple[int, float | None, list[tuple[int, float]]]:
     """Return the next token of a request for its `logits [V]`, its log-probability, and the most likely tokens with theirs.
 
-    Sampled tokens are drawn by the generator of the request, so that other requests of the batch do not change them.
+    Sampled tokens are drawn by the generator of the request, so that other requests of the batch do not change them. The
+    grammar of the request moves behind the token. Log-probabilities are those before the grammar.
     """
     logits = logits.float()
-    token = int(logits.argmax()) if job.sampling.temperature == 0 else _drawn(logits, job)
+    allowed = logits if job.grammar is None else job.grammar.masked(logits)
+    token = int(allowed.argmax()) if job.sampling.temperature == 0 else _drawn(allowed, job)
+    if job.grammar is not None:
+        job.grammar.accept(token)
     if job.sampling.top_logprobs is None:
         return token, None, []
     logprobs = logits.log_softmax(dim=-1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 TOP_LOGPROBS = 20
 """Most alternatives whose log-probabilities can be requested, as in the OpenAI API."""
@@ -26,21 +26,40 @@ class StreamOptions(Body):
     """Accepted for the client of OpenAI; nothing is added to the stream."""
 
 
-class ResponseFormat(BaseModel):
-    """Format of an answer. Fields beside the type are refused with it, under its name."""
+class JsonSchema(Body):
+    """Schema of an answer in JSON."""
 
-    type: str
-    """Only `text`: answers are not constrained to JSON, neither here nor by `transformers serve`."""
+    name: str
+    """Name of the schema; not used."""
+    content: dict[str, Any] = Field(alias="schema")
+    """The JSON schema."""
+    description: str | None = None
+    """Accepted, and not shown to the model: describe the answer in the messages."""
+    strict: bool | None = None
+    """Accepted: schemas are always enforced."""
 
-    @field_validator("type")
-    @classmethod
-    def _check_type(cls, value: str) -> str:
-        if value != "text":
-            raise ValueError(
-                f"must be 'text', got {value!r}: this server does not constrain answers to JSON; ask for JSON in the messages, "
-                "and check the answer"
-            )
-        return value
+
+class ResponseFormat(Body):
+    """Format of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    """Any text, any JSON object, or JSON of a schema."""
+    json_schema: JsonSchema | None = None
+    """Schema, for the type `json_schema` only."""
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            need = "needs" if self.json_schema is None else "takes no"
+            raise ValueError(f"type {self.type!r} {need} json_schema")
+        return self
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """JSON schema of the answer; None for any text."""
+        if self.json_schema is not None:
+            return self.json_schema.content
+        return {"type": "object"} if self.type == "json_object" else None
 
 
 class GenerateBody(Body):

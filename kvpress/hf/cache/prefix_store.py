@@ -177,9 +177,9 @@ class PrefixStore:
         notes: dict[str, Any] | None = None,
         variant: str = "",
     ) -> bool:
-        folder.mkdir(exist_ok=True)
         path = folder / _name(ids, mask, variant)
         try:
+            folder.mkdir(exist_ok=True)
             info = save(cache, path, model, _or_none(press), tokens=ids, mask=mask, notes=notes)
         except OSError as error:
             logger.warning("a cache could not be stored in %s: %s", self.folder, error)

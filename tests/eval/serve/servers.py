@@ -15,8 +15,9 @@ import httpx2 as httpx
 import torch
 import uvicorn
 from kvpress_eval.serve.api import ApiSettings
-from kvpress_eval.serve.engine import BatchEngine, EngineSettings
+from kvpress_eval.serve.engine import BatchEngine
 from kvpress_eval.serve.run import new_app
+from kvpress_eval.serve.settings import EngineSettings
 from openai import OpenAI
 
 import kvpress

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import serve, serve_soak
+from benchmarks import serve, soak
 from benchmarks.serve_load import Server, Timing, question_of, run_clients, stream, text_of
 from tests.eval.serve.servers import PRESSES, running
 
@@ -51,7 +51,7 @@ def test_texts_differ_and_have_their_length() -> None:
     ],
 )
 def test_a_first_difference_at_equal_logits_is_a_tie(text: str, verdict: str) -> None:
-    case = serve_soak.Case({}, "A king waits", [("A", 2.0), (" king", 1e-5), (" waits", 1.0)])
+    case = soak.Case({}, "A king waits", [("A", 2.0), (" king", 1e-5), (" waits", 1.0)])
     assert case.verdict(text) == verdict
 
 
@@ -70,10 +70,10 @@ def test_clients_of_a_real_server_are_timed_and_its_faults_are_expected(tmp_path
         assert server.memory() >= server.memory("VmRSS") > 2**20
         body = {"messages": [{"role": "user", "content": question_of(0)}], "max_tokens": 6, "press": PRESSES[1]}
         answer = stream(server, body, end + 60)
-        case = serve_soak._alone(server, body)
+        case = soak._alone(server, body)
         assert (case.verdict(answer.text), len(case.tokens)) == ("right", 6)
         assert stream(server, {"messages": []}, end + 60).error.startswith("400: ")
-        assert not serve_soak.leftovers(server)
+        assert not soak.leftovers(server)
     record = {
         "command": "python -m benchmarks.serve", "machine": "M", "level": "avx2", "torch": "2", "transformers": "5",
         "model": "SmolLM2",

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,12 +19,13 @@ from kvpress_eval.common.errors import ClusterError
 from kvpress_eval.run.cluster import connected
 from kvpress_eval.serve.api import ApiSettings
 from kvpress_eval.serve.cluster import APP, ClusterSettings, deploy
-from kvpress_eval.serve.engine import EngineSettings
 from kvpress_eval.serve.run import load_app
+from kvpress_eval.serve.settings import EngineSettings
 from openai import APIError, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.eval.serve.servers import alone, text_of
+from tests.eval.serve.test_failures import wait_until_up
 
 pytestmark = [
     pytest.mark.slow,
@@ -181,3 +184,25 @@ def test_a_lost_replica_harms_its_own_requests_only(cluster: RunningCluster) -> 
     cluster.wait(replicas=2, rows=0)
     assert len(set(cluster.replicas()) - set(before)) == 1
     assert cluster.complete(prompts[0], 6) == alone(PRESS, prompts[0], 6)
+
+
+def test_sigterm_finishes_running_answers() -> None:
+    """The command of one machine, with a cluster of its own."""
+    pytest.importorskip("ray.serve")
+    program, url = "from kvpress_eval.console import app; app()", f"http://127.0.0.1:{PORT + 1}"
+    options = ["--dtype", "float32", "--engine", "ray", "--port", str(PORT + 1), "--memory", "1GB", "--drain", "60"]
+    process = subprocess.Popen(  # noqa: S603 - our own program
+        [sys.executable, "-c", program, "serve", "--model", "reference", *options]
+    )
+    try:
+        wait_until_up(url, process)
+        body = {"model": "reference", "prompt": [5, 6, 7], "max_tokens": 300, "seed": 1, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: ")
+            process.send_signal(signal.SIGTERM)
+            assert "data: [DONE]" in list(lines)
+        assert process.wait(120) == 143
+    finally:
+        process.kill()
+        process.wait()

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from kvpress_eval.serve.engine import EngineSettings
+from kvpress_eval.serve.settings import EngineSettings
 
 from tests.eval.serve.servers import NOISE, PRESSES, RunningServer, alone, running, text_of
 from tests.eval.serve.test_serve import QUESTION, complete, wait_for

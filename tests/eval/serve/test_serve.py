@@ -17,7 +17,7 @@ import openai
 import pytest
 from kvpress_eval.serve.access import ApiKeys, Rate
 from kvpress_eval.serve.api import ApiSettings
-from kvpress_eval.serve.engine import EngineSettings
+from kvpress_eval.serve.settings import EngineSettings
 
 from kvpress.hf.cache.prefix_store import PrefixStore
 from tests.eval.serve.servers import NOISE, PRESSES, RunningServer, alone, loaded, running, text_of

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server under load and faults: answers are compared with those of single requests, and memory must stay flat.
 
-`python -m benchmarks.serve --soak MINUTES --out FILE` runs it. Clients ask about texts of their own and a shared document under
-two presses, and continue conversations. Meanwhile others disconnect, send broken, huge and half-sent bodies, read slowly, or
-queue hundreds of requests at once.
+    python -m benchmarks.soak --minutes 30 --clients 16 --out benchmarks/results/soak.json
+    python -m benchmarks.soak --table docs/serving.md                        write the record into a page
+
+Clients ask about texts of their own and a shared document under two presses, continue conversations, and ask for JSON.
+Meanwhile others disconnect, send broken, huge and half-sent bodies, read slowly, or send more requests at once than the queue
+of `QUEUE` takes, and leave after `PATIENCE` seconds. In the end SIGTERM comes while answers run: they must be finished, and
+the exit code must be 143.
 
 A batch rounds differently from a single row, so tokens whose logits are equal up to `TIE` may swap: an answer that first
 differs there counts as a tie. Memory is flat if the largest resident size of the last third of the run exceeds that of the
-middle third by less than `GROWTH`.
+middle third by less than `GROWTH`. The clients run in the process of this script, on the same cores as the server.
 """
 
 from __future__ import annotations
@@ -15,11 +19,13 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
 import socket
+import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date
@@ -27,19 +33,32 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import cpu_model
+from benchmarks.pages import put
 from benchmarks.serve_load import Server, question_of, serving, stream, text_of
 
 PRESSES = ("snapkv:0.5,window_size=32 + kivi:bits=4,residual_length=32", "none")
+TERMINATED = 128 + signal.SIGTERM
+QUEUE = 1000
+"""Requests that may wait."""
 OPTIONS = [
-    "--press", PRESSES[1], "--memory", "512MB", "--prefix-memory", "64MB", "--queue", "64", "--max-body", "1MB",
+    "--press", PRESSES[1], "--memory", "512MB", "--prefix-memory", "64MB", "--queue", str(QUEUE), "--max-body", "1MB",
     "--preempt", "2",
 ]  # fmt: skip
 TIE = 1e-3
 """Difference of log-probabilities below which two tokens may swap."""
 GROWTH = 0.05
 """Share by which resident memory may still grow in the last third."""
-BURST, BURST_SECONDS = 200, 45.0
-"""Requests that arrive at once, most of which find a full queue, and seconds between two such bursts."""
+BURST, BURST_SECONDS = 1100, 240.0
+"""Requests that arrive at once, more than the queue takes, and seconds between two such bursts."""
+SCHEMA = {
+    "type": "object",
+    "properties": {"code": {"type": "integer", "minimum": 0, "maximum": 9999}, "is_known": {"type": "boolean"}},
+    "required": ["code", "is_known"],
+    "additionalProperties": False,
+}
+"""JSON schema of some answers."""
+PATIENCE = 45.0
+"""Seconds after which the clients of a burst leave; those that still wait are dropped from the queue."""
 LONGEST = 300.0
 """Seconds after which a request counts as lost."""
 
@@ -99,6 +118,10 @@ def cases_of(server: Server) -> list[Case]:
         chat["messages"] = [{"role": "user", "content": f"{text}{question_of(number)}"}]
         chat |= {"document": document} if number % 4 == 3 else {"press": PRESSES[number % 2]}
         cases.append(_alone(server, chat))
+        if number in (1, 2):  # one under each press
+            schema = {"type": "json_schema", "json_schema": {"name": "code", "schema": SCHEMA}}
+            cases.append(_alone(server, {**chat, "max_tokens": 40, "response_format": schema}))
+            json.loads(cases[-1].text)
         if number % 3 == 0:
             cases.append(_alone(server, _next_turn(server, cases[-1])))
     return cases
@@ -182,15 +205,15 @@ def faults_of(server: Server, cases: list[Case]) -> dict[str, Callable[[random.R
         statuses: Counter[int] = Counter()
 
         def send() -> None:
-            with suppress(OSError):
-                statuses[server.request("POST", "/v1/completions", body, LONGEST)[0]] += 1
+            with suppress(OSError):  # the client has left
+                statuses[server.request("POST", "/v1/completions", body, PATIENCE)[0]] += 1
 
         threads = [threading.Thread(target=send) for _ in range(BURST)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        return "" if set(statuses) <= {200, 429} and statuses[200] else f"a burst was answered with {dict(statuses)}"
+        return "" if set(statuses) == {200, 429} else f"a burst was answered with {dict(statuses)}"
 
     return {
         function.__name__: function
@@ -203,9 +226,9 @@ def expected(response: tuple[int, bytes], status: int) -> str:
     return "" if response[0] == status else f"{response[0]} instead of {status}: {response[1].decode(errors='replace')}"
 
 
-def run(server: Server, minutes: float, clients: int) -> dict[str, Any]:
+def run(server: Server, cases: list[Case], minutes: float, clients: int) -> dict[str, Any]:
     """Return the record of a run."""
-    cases, outcome = cases_of(server), Outcome()
+    outcome = Outcome()
     faults = faults_of(server, cases)
     begin = time.monotonic()
     end = begin + 60 * minutes
@@ -233,14 +256,15 @@ def run(server: Server, minutes: float, clients: int) -> dict[str, Any]:
             time.sleep(max(0.0, min(BURST_SECONDS, end - time.monotonic())))
 
     roles = [*[honest] * clients, slow, faulty, bursting]
-    threads = [threading.Thread(target=role, args=(number,)) for number, role in enumerate(roles)]
+    threads = [threading.Thread(target=role, args=(number,), daemon=True) for number, role in enumerate(roles)]
     for thread in threads:
         thread.start()
-    resident = []
+    resident, most_queued = [], 0.0
     while any(thread.is_alive() for thread in threads):
         if server.process.poll() is not None:
             raise RuntimeError(f"the server ended with status {server.process.returncode}")
         resident.append(server.memory("VmRSS"))
+        most_queued = max(most_queued, server.metric("kvpress_queued"))
         time.sleep(1)
     third = len(resident) // 3
     middle, last = max(resident[third : 2 * third] or resident), max(resident[2 * third :])
@@ -248,6 +272,7 @@ def run(server: Server, minutes: float, clients: int) -> dict[str, Any]:
         "minutes": minutes, "clients": clients, "answers": dict(outcome.answers), "faults": dict(outcome.faults),
         "surprises": outcome.surprises, "is_flat": last <= (1 + GROWTH) * middle, "middle_bytes": middle, "last_bytes": last,
         "left_over": leftovers(server), "suspensions": server.metric("kvpress_suspensions_total"),
+        "failures": server.metric("kvpress_failures_total"), "most_queued": most_queued,
         "resident_mib": [round(size / 2**20) for size in resident[:: max(1, len(resident) // 60)]],
     }  # fmt: skip
 
@@ -261,14 +286,84 @@ def leftovers(server: Server) -> dict[str, float]:
     return {name: value for name, value in zip(names, counts, strict=True) if value}
 
 
-def soak(options: argparse.Namespace, folder: Path) -> int:
-    """Run a soak and write its record; return 1 if anything was wrong, else 0."""
+def drain(server: Server, cases: Sequence[Case]) -> dict[str, Any]:
+    """Send SIGTERM while answers run; return the verdicts of the answers and the exit code of the server."""
+    outcome = Outcome()
+    threads = [threading.Thread(target=ask, args=(server, case, outcome)) for case in cases]
+    for thread in threads:
+        thread.start()
+    while server.metric("kvpress_rows") < 1:
+        time.sleep(0.1)
+    server.process.send_signal(signal.SIGTERM)
+    for thread in threads:
+        thread.join()
+    exit_code = server.process.wait(120)
+    return {"answers": dict(outcome.answers), "surprises": outcome.surprises, "exit_code": exit_code}
+
+
+def is_good(record: dict[str, Any]) -> bool:
+    """Return whether a run has no surprise, flat memory, nothing left over, and a clean end."""
+    end = record["end"]
+    has_no_fault = not (record["surprises"] or record["left_over"] or record["failures"] or end["surprises"])
+    return bool(
+        has_no_fault and record["is_flat"] and record["answers"].get("right") and end["exit_code"] == TERMINATED
+    )
+
+
+def table(record: dict[str, Any]) -> str:
+    """Return a record as Markdown."""
+    middle, last = (record[name] / 2**20 for name in ("middle_bytes", "last_bytes"))
+    faults = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in sorted(record["faults"].items()))
+    ends = ", ".join(f"{count} {name}" for name, count in sorted(record["end"]["answers"].items()))
+    lines = [
+        "| | |",
+        "|---|---|",
+        *(f"| answers: {name} | {count} |" for name, count in sorted(record["answers"].items())),
+        f"| faults | {faults} |",
+        f"| unexpected responses to faults | {len(record['surprises'])} |",
+        f"| unexpected errors of the engine | {record['failures']:.0f} |",
+        f"| suspended answers | {record['suspensions']:.0f} |",
+        f"| most waiting requests | {record['most_queued']:.0f} |",
+        f"| resident memory, largest in the middle and the last third | {middle:.0f} MiB, {last:.0f} MiB |",
+        f"| requests or bytes left over | {len(record['left_over'])} |",
+        f"| SIGTERM while answers run | {ends}, exit code {record['end']['exit_code']} |",
+        "",
+        f"`{record['command']}`: {record['model']}, float32, {record['clients']} clients besides three that are slow or "
+        f"faulty, {record['threads']} threads, {record['machine']}, {record['date']}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Run a soak and write its record, or write the record into a page; exit with 1 if anything was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--clients", type=int, default=16, help="clients without faults")
+    parser.add_argument("--threads", type=int, default=2, help="threads of the server")
+    parser.add_argument("--model", default="smollm2", help="a model with a chat template")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/soak.json"))
+    parser.add_argument("--table", type=Path, help="write the record of --out into this page, and run nothing")
+    options = parser.parse_args()
+    if options.table is not None:
+        put(options.table, "soak", table(json.loads(options.out.read_text())))
+        return
+
+    from kvpress.hf.model_files import folder_of
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # stops the server too
+    folder = Path(folder_of(options.model))
     with serving(PRESSES[0], folder, options.threads, options.out.with_suffix(".log"), OPTIONS) as server:
-        record = run(server, options.soak, max(options.clients))
-    record |= {"machine": cpu_model(), "presses": PRESSES, "options": OPTIONS, "date": date.today().isoformat()}
+        cases = cases_of(server)
+        record = run(server, cases, options.minutes, options.clients)
+        record["end"] = drain(server, cases[:4])
+    record |= {
+        "command": " ".join(["python -m benchmarks.soak", *sys.argv[1:]]), "machine": cpu_model(), "model": folder.name,
+        "threads": options.threads, "presses": PRESSES, "options": OPTIONS, "date": date.today().isoformat(),
+    }  # fmt: skip
     options.out.write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps({name: value for name, value in record.items() if name != "resident_mib"}, indent=1))
-    is_good = (
-        record["is_flat"] and not record["surprises"] and not record["left_over"] and record["answers"].get("right")
-    )
-    return 0 if is_good else 1
+    sys.exit(0 if is_good(record) else 1)
+
+
+if __name__ == "__main__":
+    main()
