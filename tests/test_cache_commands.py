@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 import kvpress
 from kvpress.cli import app
 from kvpress.hf.generation.ask import ask
+from kvpress.hf.refine import refine
 
 FILLER = " The old river runs. The code for otter is 2951. The old house stands."
 TEXT = FILLER * 20 + " The code for tiger is 4837." + FILLER * 10
@@ -82,6 +84,11 @@ def test_info_prints_the_contents_of_a_file_and_verifies_it(text: Path, tmp_path
         (("compress", "--press", "knorm:0.5", "--text", "{text}", "--out", "{folder}"), "is a folder", 4),
         (("compress", "--press", "knorm:0.5", "--text", "{text}", "--out", "{folder}/no/a.kv"), "does not exist", 4),
         (("compress", "--press", "knorm:0.5", "--text", "{empty}", "--out", "{folder}/a.kv"), "no text to read", 2),
+        (
+            ("compress", "--press", "knorm:0.5", "--text", "{text}", "--out", "{folder}/a.kv", "--refine", "0"),
+            "--refine must be a number of minutes above 0, such as 10, got 0",
+            2,
+        ),
         (("ask", "--cache", "{text}", "Why?"), "not a file of kvpress", 2),
         (("ask", "--cache", "{folder}/no.kv", "Why?"), "there is no such file", 3),
     ],
@@ -97,3 +104,18 @@ def test_errors_are_one_sentence(
     assert message in done.stderr.replace("\n", " ")
     assert "Traceback" not in done.output
     assert sorted(tmp_path.iterdir()) == there
+
+
+def test_a_refined_cache_is_an_ordinary_one(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_HELD", "_BATCH"):
+        monkeypatch.setattr(refine, name, 2)
+    out = tmp_path / "text.kv"
+    command = ("compress", "--model", "reference", "--press", "knorm:0.8", "--text", text, "--out", out)
+    done = run(*command, "--refine", 0.001)
+    assert done.exit_code == 0, done.output
+    assert re.search(r"held-out KL \d\.\d{4} before, \d\.\d{4} after \(4 questions and continuations", done.stdout)
+    assert "read and refined in" in done.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["text.kv", "text.txt"]
+    result = run("ask", "--model", "reference", "--cache", out, "What is the code for tiger?", "--max-new-tokens", 4)
+    assert result.exit_code == 0, result.output
+    assert kvpress.cache_info(out).notes["refined"]["steps"] >= 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,11 +24,19 @@ def compress_command(
     zstd: Annotated[
         bool, typer.Option("--zstd", help="Compress 16-bit tensors with zstd if that saves space.")
     ] = False,
+    refine: Annotated[
+        float | None,
+        typer.Option(metavar="MINUTES", help="Train the cache for so many minutes to answer as with the text."),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
     device: Device = "auto",
     model_kwargs: ModelKwargs = None,
 ) -> None:
-    """Read a text once and write its compressed cache to a file for `kvpress ask`."""
+    """Read a text once and write its compressed cache to a file for `kvpress ask`.
+
+    With `--refine`, the pairs of the cache are then trained, at the same size: the model asks itself questions about the text,
+    and learns to answer from the cache as from the whole text. A killed training continues with the same command.
+    """
     with shown():
         from kvpress.cache.container import check_compression
         from kvpress.cache.report import memory_report
@@ -35,9 +44,12 @@ def compress_command(
         from kvpress.core.spec import get_press
         from kvpress.hf.cache.files import save
         from kvpress.hf.generation.ask import read_text
+        from kvpress.hf.refine.refine import check_minutes, refine_text
 
         compress = "zstd" if zstd else None
         check_compression(compress)
+        if refine is not None:
+            check_minutes(refine)
         configured = get_press(press)
         check_acts(configured)
         for note in assumed_sizes(configured):
@@ -49,15 +61,25 @@ def compress_command(
         check_outputs([out], [model, *([] if text == "-" else [text])], force)
         content = sys.stdin.read() if text == "-" else Path(text).read_text(encoding="utf-8")
         loaded, tokenizer = _loaded(model, dtype, device, model_kwargs)
-        started = time.perf_counter()
-        cache, ids = read_text(loaded, tokenizer, configured, content)
+        started, notes, state = time.perf_counter(), None, out.with_name(f"{out.name}.refine")
+        if refine is None:
+            cache, ids = read_text(loaded, tokenizer, configured, content)
+        else:
+            say = partial(typer.echo, err=True)
+            refined = refine_text(loaded, tokenizer, configured, content, refine, state, say=say)
+            cache, ids, notes = refined.cache, refined.ids, refined.notes
+            typer.echo(refined)
         read_seconds = time.perf_counter() - started
         report = memory_report(cache)
         if left_whole(configured, report.kept / max(report.seen, 1), report.total_bytes, report.uncompressed_bytes):
             typer.echo(f"warning: {left_whole_note(configured)}", err=True)
-        info = save(cache, out, loaded, configured, tokens=ids, tokenizer=tokenizer, compress=compress)
+        info = save(cache, out, loaded, configured, tokens=ids, tokenizer=tokenizer, notes=notes, compress=compress)
+        if refine is not None:
+            state.unlink(missing_ok=True)
         typer.echo(info)
-        typer.echo(f"read in {read_seconds:.2f} s, written in {time.perf_counter() - started - read_seconds:.2f} s")
+        verb = "read" if refine is None else "read and refined"
+        write_seconds = time.perf_counter() - started - read_seconds
+        typer.echo(f"{verb} in {read_seconds:.2f} s, written in {write_seconds:.2f} s")
 
 
 def ask_command(

@@ -21,8 +21,8 @@ _NARROW = 100
 """Narrower terminals, in characters, omit some columns; the accuracy then has the star of the difference."""
 
 _MEASURED = (
-    "p_value", "same_answers", "bytes", "factor", "end_factor", "bits_per_value", "kept", "prefill_seconds",
-    "milliseconds_per_token",
+    "p_value", "same_answers", "bytes", "peak_bytes", "factor", "end_factor", "bits_per_value", "kept",
+    "prefill_seconds", "milliseconds_per_token",
 )  # fmt: skip
 
 
@@ -79,6 +79,7 @@ COLUMNS = (
     DIFFERENCE,
     Column("worst task", lambda s: worst(s.worst), folds=True),
     Column("cache KiB", lambda s: number(s.bytes and s.bytes / 1024, 0)),
+    Column("peak KiB", lambda s: number(s.peak_bytes and s.peak_bytes / 1024, 0)),
     Column("smaller by", lambda s: factor(s.factor) if s.compressed else "not compressed"),
     BITS,
     PREFILL,

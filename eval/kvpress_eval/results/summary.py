@@ -36,6 +36,8 @@ class PressSummary:
     """Mean accuracy by length."""
     bytes: float | None
     """Mean bytes of the compressed context."""
+    peak_bytes: float | None
+    """Mean of the planned peak bytes while a context is read; None also if one context has no plan."""
     factor: float | None
     """Uncompressed size of the context's cache, divided by its compressed size."""
     end_factor: float | None
@@ -123,6 +125,7 @@ def _summarise(press: str, cells: Sequence[CellResult], baseline: dict[Place, Ce
         tasks=_means(cells, lambda cell: cell.task),
         lengths=_means(cells, lambda cell: cell.length),
         bytes=size / len(rows) if complete else None,
+        peak_bytes=_mean(row.get("peak_bytes") for row in rows) if complete else None,
         factor=uncompressed / size if complete else None,
         end_factor=end_uncompressed / end if complete else None,
         bits_per_value=fmean(row["bits_per_value"] for row in rows) if complete else None,
@@ -175,6 +178,13 @@ def _grid(cells: Sequence[CellResult]) -> dict[Place, float | None]:
     if len({cell.depth for cell in placed}) < 2:
         return {}
     return _means(placed, place_of)
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    """Return the mean, None if a value is missing, as in rows of earlier versions."""
+    present = list(values)
+    numbers = [value for value in present if value is not None]
+    return fmean(numbers) if numbers and len(numbers) == len(present) else None
 
 
 def _median(values: Iterable[float | None]) -> float | None:

@@ -17,7 +17,7 @@ from rich.text import Text
 import kvpress
 from kvpress.cache.report import format_bytes
 from kvpress.hf.generation.clock import now
-from kvpress.plan import plan
+from kvpress.plan import Plan, plan
 from kvpress_eval.common.errors import ConfigError
 from kvpress_eval.common.terminal import MISSING, Name, plain_table
 from kvpress_eval.config.schema import RunConfig
@@ -48,7 +48,9 @@ class PressEstimate:
     samples: int
     done: int
     cache_bytes: int | None
-    """Size for the longest contexts; None if the tasks have no length."""
+    """Held bytes for the longest contexts; None if the tasks have no length."""
+    peak_bytes: int | None
+    """Peak bytes while these contexts are read; None if the tasks have no length."""
     seconds: float
     """Time of the missing samples, with answers of the maximum length."""
 
@@ -61,22 +63,26 @@ class RunEstimate:
     presses: Sequence[PressEstimate]
     weight_bytes: int
     cache_bytes: int
+    """Held bytes of all caches of a batch."""
+    peak_bytes: int
+    """Most bytes of these caches at any time: those of all presses, and the peak of the press whose reading adds most."""
     seconds: float
     measured: bool
 
     def show(self, console: Console) -> None:
         """Print the samples, memory and time of the run."""
         word = "about" if self.measured else "at least"
-        table = plain_table(["press"], ["samples", "done", "cache", f"alone {word}"])
+        table = plain_table(["press"], ["samples", "done", "cache", "peak", f"alone {word}"])
         for row in self.presses:
-            cache = MISSING if row.cache_bytes is None else format_bytes(row.cache_bytes)
-            table.add_row(Name(row.press), str(row.samples), str(row.done), cache, _time(row.seconds))
+            sizes = (MISSING if size is None else format_bytes(size) for size in (row.cache_bytes, row.peak_bytes))
+            table.add_row(Name(row.press), str(row.samples), str(row.done), *sizes, _time(row.seconds))
         console.print(Text(f"{self.config.model}: {', '.join(self.config.tasks)}", style="bold"))
         console.print(table)
         source = "from earlier samples" if self.measured else "as fast as this machine multiplies and reads"
         console.print(
-            f"memory about {format_bytes(self.weight_bytes + self.cache_bytes)}: weights {format_bytes(self.weight_bytes)}, "
-            f"all caches of a batch of {self.config.batch_size} {format_bytes(self.cache_bytes)}; activations come on top",
+            f"memory about {format_bytes(self.weight_bytes + self.peak_bytes)}: weights {format_bytes(self.weight_bytes)}, "
+            f"all caches of a batch of {self.config.batch_size} {format_bytes(self.cache_bytes)}, at most "
+            f"{format_bytes(self.peak_bytes)} while contexts are read; activations come on top",
             highlight=False,
         )
         console.print(
@@ -103,7 +109,9 @@ def estimate(config: RunConfig) -> RunEstimate:
         rows = {cell.id: _rows(config, cell) for cell in press_cells}
         measured |= any(rows.values())
         lengths = {context_length(config, cell.source) for cell in press_cells} - {0}
-        caches = {length: cache_bytes(config, press, length, shape) for length in lengths}
+        plans = {length: planned(config, press, length, shape) for length in lengths}
+        caches = {length: planned_size.total_bytes for length, planned_size in plans.items()}
+        peaks = (max(item.total_bytes, item.peak_bytes) for item in plans.values())
         seconds = 0.0
         for cell in press_cells:
             missing = len(cell.source.ids) - len(rows[cell.id])
@@ -115,9 +123,11 @@ def estimate(config: RunConfig) -> RunEstimate:
             answering += answer * missing
             seconds += (read + answer) * missing
         samples, done = sum(len(cell.source.ids) for cell in press_cells), sum(map(len, rows.values()))
-        presses.append(PressEstimate(press, samples, done, max(caches.values(), default=None), seconds))
+        sizes = max(caches.values(), default=None), max(peaks, default=None)
+        presses.append(PressEstimate(press, samples, done, *sizes, seconds))
     together = sum(item.cache_bytes or 0 for item in presses)
-    return RunEstimate(config, presses, shape.weight_bytes, together, sum(reading.values()) + answering, measured)
+    peak = together + max((item.peak_bytes or 0) - (item.cache_bytes or 0) for item in presses)
+    return RunEstimate(config, presses, shape.weight_bytes, together, peak, sum(reading.values()) + answering, measured)
 
 
 def context_length(config: RunConfig, source: Source) -> int:
@@ -131,10 +141,10 @@ def _rows(config: RunConfig, cell: Cell) -> list[Row]:
     return [row for row in rows if row["sample"] in cell.source.ids]
 
 
-def cache_bytes(config: RunConfig, press: str, length: int, shape: Shape) -> int:
-    """Return the planned bytes of the caches of one batch under a press."""
+def planned(config: RunConfig, press: str, length: int, shape: Shape) -> Plan:
+    """Return the planned memory of the caches of one batch under a press."""
     try:
-        return plan(kvpress.get_press(press), shape.geometry, length, config.batch_size).total_bytes
+        return plan(kvpress.get_press(press), shape.geometry, length, config.batch_size)
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(f"press {press!r} at {length} tokens: {error}") from error
 

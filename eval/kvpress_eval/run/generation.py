@@ -21,6 +21,7 @@ from kvpress.hf.generation.clock import now
 from kvpress.hf.generation.greedy import greedy
 from kvpress.hf.models import new_cache, with_cache
 from kvpress_eval.common.files import hash_json
+from kvpress_eval.run.memory import planned_peak
 from kvpress_eval.run.models import Engine
 from kvpress_eval.run.prompts import Prompt
 
@@ -49,6 +50,8 @@ class Answer:
     context_tokens: int
     bytes: float
     """Size of the compressed context, before the question."""
+    peak_bytes: float | None
+    """Planned peak of the cache while the context is read alone and in one pass, at least `bytes`; None without a plan."""
     uncompressed_bytes: float
     end_bytes: float
     """Size of the cache after the answer."""
@@ -215,12 +218,15 @@ def answer(engine: Engine, context: Context, prompts: Sequence[tuple[int, Prompt
         tokens, clock = _decode(engine, context.press, branch, context.ids[rows], context.mask[rows], second, limits)
         end = kvpress.memory_report(branch)
         for place, row, new in zip(places, rows, tokens, strict=True):
+            context_tokens, size = int(context.mask[row].sum()), context.report.total_bytes / len(context.ids)
+            peak = planned_peak(context.press, engine.model.config, context_tokens)
             answers[place] = Answer(
                 text=None if clock.expired else engine.tokenizer.decode(new, skip_special_tokens=True),
                 ids=_ended(new, engine),
                 new_tokens=_length(new, engine),
-                context_tokens=int(context.mask[row].sum()),
-                bytes=context.report.total_bytes / len(context.ids),
+                context_tokens=context_tokens,
+                bytes=size,
+                peak_bytes=None if peak is None else max(size, peak),
                 uncompressed_bytes=context.report.uncompressed_bytes / len(context.ids),
                 end_bytes=end.total_bytes / len(rows),
                 end_uncompressed_bytes=end.uncompressed_bytes / len(rows),

@@ -34,8 +34,8 @@ from kvpress_eval.tasks.sample import Sample, score
 from kvpress_eval.tasks.source import Source
 
 _FIGURES = (
-    "context_tokens", "new_tokens", "kept", "bytes", "uncompressed_bytes", "end_bytes", "end_uncompressed_bytes",
-    "bits_per_value", "compressed",
+    "context_tokens", "new_tokens", "kept", "bytes", "peak_bytes", "uncompressed_bytes", "end_bytes",
+    "end_uncompressed_bytes", "bits_per_value", "compressed",
 )  # fmt: skip
 """Fields of an answer that are stored in its row."""
 

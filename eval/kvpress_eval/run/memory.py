@@ -62,6 +62,17 @@ def cache_bytes(press: Any, geometry: Geometry, batch: int, tokens: int, generat
         return plan(kvpress.get_press("none"), geometry, tokens, batch, generated).total_bytes
 
 
+def planned_peak(press: Any, config: Any, tokens: int) -> int | None:
+    """Return the planned peak bytes of the cache while a context of `tokens` tokens is read in one pass.
+
+    Returns None for a model or a press that `kvpress plan` has no formula for.
+    """
+    try:
+        return plan(press, Geometry.of(config), tokens).peak_bytes
+    except (ValueError, NotImplementedError):
+        return None
+
+
 def available_bytes(device: torch.device) -> int:
     """Return the free bytes of a device, with the unused part of torch's allocator."""
     if device.type != "cuda":

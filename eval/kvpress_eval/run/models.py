@@ -103,11 +103,22 @@ def name_of(model: PreTrainedModel) -> str:
     return REFERENCE if name == reference_path() else name
 
 
-def check_lengths(config: RunConfig, settings: Any) -> None:
-    """Raise ConfigError if a length exceeds the positions of the model, whose configuration is `settings`."""
+def check_lengths(config: RunConfig, settings: Any, context: int | None = None) -> None:
+    """Check that a model has positions for the lengths of a run and for the `context` of a memory limit.
+
+    Args:
+        config: the run.
+        settings: the configuration of the model.
+        context: tokens that a memory limit is for; None without one.
+
+    Raises:
+        ConfigError: a length or the context exceeds the positions.
+    """
     longest = min(max(config.lengths), config.max_context_length or max(config.lengths))
     try:
         check_positions(settings, longest, "give a shorter one", f"length {longest} is")
+        if context is not None:
+            check_positions(settings, context, "give a shorter one", f"context {context} is")
     except ValueError as error:
         raise ConfigError(f"model {config.model!r}: {error}") from error
 

@@ -142,7 +142,7 @@ def tune(config: RunConfig, wishes: Wishes, console: Console, engine: Engine | N
         )
     config, by_likelihood = _with_data(config, wishes)
     settings = engine.model.config if engine else read_settings(config)
-    check_lengths(config, settings)
+    check_lengths(config, settings, wishes.context)
     geometry, weights = _geometry(config, settings, engine)
     space, context = make_space(statuses=wishes.statuses), wishes.context or max(config.lengths)
     memory = None if wishes.memory is None else _bytes(wishes.memory)
@@ -203,11 +203,14 @@ class _Tuning:
             raise ConfigError(f"{picked} could not be measured on the held-out samples: see {self.config.out}/cells")
         pick = by_press[picked]
         unit = "likelihood of a token" if self.split.by_likelihood else "accuracy"
+        planned = self.limit.figures(kvpress.get_press(picked))
         summary = result.sentence(picked, frontier, unit, self.wishes.max_drop, guarantee)
+        if planned.limited == "peak":
+            summary += f" {planned.line}."
         path = self.config.out / result.PRESS
         kept = result.within(pick, self.wishes.max_drop) if guarantee is None else guarantee.holds
-        tuned = result.Tuned(picked, frontier, summary, kept, path, guarantee)
-        result.write_press(path, picked, self._tuned_on(), frontier, guarantee)
+        tuned = result.Tuned(picked, frontier, summary, kept, path, guarantee, planned)
+        result.write_press(path, tuned, self._tuned_on())
         searched = [{**asdict(figures), "changes": dict(figures.changes)} for figures in standings.values()]
         result.write_result(self.config.out / result.RESULT, tuned, searched)
         return tuned
@@ -295,10 +298,12 @@ class _Tuning:
             self._say(f"best of the search: {search.describe_best()}")
             best = search.ranked[:FINALISTS]
             sized = self._other_sizes(search, best[0])
-        picked = pick(
-            best, [standing for standing in sized if standing.bytes <= self.limit.allowed], self.wishes.max_drop
-        )
+        picked = pick(best, self._fitting(sized), self.wishes.max_drop)
         return list(best), sized, picked.press
+
+    def _fitting(self, standings: Sequence[Standing]) -> list[Standing]:
+        """Return the standings whose presses meet the limit, which is of the peak for a limit in bytes."""
+        return [standing for standing in standings if self.limit.fits(kvpress.get_press(standing.press))]
 
     def _minutes(self) -> str:
         return f"{self.wishes.minutes:g} minute{'' if self.wishes.minutes == 1 else 's'}"
@@ -380,7 +385,8 @@ class _Tuning:
         best = [standing for standing in best if standing.press != NOTHING]
         if not best:
             return NOTHING, None
-        smaller = [standing for standing in sized if standing.bytes < best[0].bytes and wishes.max_drop is not None]
+        sized = [] if wishes.max_drop is None else self._fitting(sized)
+        smaller = [standing for standing in sized if standing.bytes < best[0].bytes]
         size = {standing.press: standing.bytes for standing in (*best, *smaller)}
         losses = result.losses_by_context(cells, self.split.held_out)
         chains = [[standing.press] for standing in best]

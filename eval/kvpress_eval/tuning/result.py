@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -23,6 +23,7 @@ from kvpress_eval.results.stats import ScoreInterval, mean_interval, paired_diff
 from kvpress_eval.results.summary import summarise
 from kvpress_eval.results.verdict import judge, points
 from kvpress_eval.tuning.items import SplitPart
+from kvpress_eval.tuning.sizing import PlannedSize
 from kvpress_eval.tuning.space import NOTHING
 
 PRESS, IDENTITY, RESULT, SCORES, JOURNAL = "press.yaml", "tune.json", "result.json", "search.jsonl", "optuna.journal"
@@ -49,6 +50,8 @@ class Measured:
     tasks: Mapping[str, ScoreInterval]
     bytes: float
     """Mean bytes of a compressed context."""
+    peak_bytes: float | None
+    """Mean of the planned peak bytes while a context is read; None if a stored row has none."""
     uncompressed_bytes: float
     milliseconds_per_token: float | None
 
@@ -71,6 +74,8 @@ class Tuned:
     path: Path
     guarantee: Guarantee | None = None
     """Guarantee of the press, which it may have failed; None if none was required."""
+    planned: PlannedSize | None = None
+    """Planned sizes of the press at the length of the limit."""
 
     @property
     def pick(self) -> Measured:
@@ -104,6 +109,7 @@ def measured(cells: Sequence[CellResult]) -> list[Measured]:
                 [[ours - theirs for ours, theirs in cell] for cell in worst_pairs],
                 {task: mean_interval(scores) for task, scores in groups.items()},
                 summary.bytes,
+                summary.peak_bytes,
                 summary.bytes * summary.factor,
                 summary.milliseconds_per_token,
             )
@@ -158,18 +164,19 @@ def losses_by_context(cells: Sequence[CellResult], held_out: Sequence[SplitPart]
 def print_frontier(frontier: Sequence[Measured], pick: str, console: Console) -> None:
     """Print the figures of the measured presses; an arrow marks the pick.
 
-    A terminal narrower than `_NARROW` columns gets the columns that decide: size, worst task and its change.
+    A terminal narrower than `_NARROW` columns gets the columns that decide: size, peak, worst task and its change.
     """
     wide = console if console.is_terminal else Console(file=console.file, width=_WIDTH)
     if wide.width < _NARROW:
-        table = plain_table(["", "press", "worst task"], ["smaller", "cache", "change", "95%"], gap=1)
+        table = plain_table(["", "press", "worst task"], ["smaller", "cache", "peak", "change", "95%"], gap=1)
     else:
-        columns = ["smaller", "cache", "mean %", "95%", "vs none", "worst task", "change", "95%", "ms/token"]
+        columns = ["smaller", "cache", "peak", "mean %", "95%", "vs none", "worst task", "change", "95%", "ms/token"]
         table = plain_table(["", "press"], columns)
     for row in frontier:
         worst, change = row.worst or (MISSING, None)
         name = Text(">" if row.press == pick else ""), Name(row.press)
-        size = f"{row.factor:.1f}x", format_bytes(row.bytes)
+        peak = MISSING if row.peak_bytes is None else format_bytes(row.peak_bytes)
+        size = f"{row.factor:.1f}x", format_bytes(row.bytes), peak
         changed = _points(change), _interval(change)
         if wide.width < _NARROW:
             table.add_row(*name, Name(worst), *size, *changed)
@@ -192,14 +199,14 @@ def sentence(
     pick, full = by_press[press], by_press[NOTHING]
     if press == NOTHING:
         return (
-            f"Use no press: the full cache of a context, {format_bytes(full.bytes)}, meets the limit, and no smaller one that "
-            f"was measured keeps within what may be lost; on {full.samples} held-out samples its {unit} is "
+            f"Use no press: the full cache of a context, {format_bytes(full.bytes)}{_peak(full)}, meets the limit, and no "
+            f"smaller one that was measured keeps within what may be lost; on {full.samples} held-out samples its {unit} is "
             f"{_percent(full.accuracy)}."
         )
     text = (
         f"Use {pick.press}: it holds {format_bytes(pick.bytes)} instead of {format_bytes(full.bytes)} of a context, "
-        f"{pick.factor:.1f} times less; on {pick.samples} held-out samples its {unit} is {_percent(pick.accuracy)} where "
-        f"the full cache's is {_percent(full.accuracy)}"
+        f"{pick.factor:.1f} times less{_peak(pick)}; on {pick.samples} held-out samples its {unit} is "
+        f"{_percent(pick.accuracy)} where the full cache's is {_percent(full.accuracy)}"
     )
     if pick.worst is not None:
         task, change = pick.worst
@@ -211,6 +218,13 @@ def sentence(
             f"; its mean change is more than the {max_drop:g} that may be lost; {_instead(pick, frontier, max_drop)}"
         )
     return text + "."
+
+
+def _peak(figures: Measured) -> str:
+    """Return a clause with the peak, empty without one."""
+    if figures.peak_bytes is None:
+        return ""
+    return f", with a peak of {format_bytes(figures.peak_bytes)} while the context is read"
 
 
 def _instead(pick: Measured, frontier: Sequence[Measured], max_drop: float | None) -> str:
@@ -232,27 +246,20 @@ def within(pick: Measured, max_drop: float | None) -> bool | None:
     return -100 * pick.worst[1].mean <= max_drop
 
 
-def write_press(
-    path: Path,
-    press: str,
-    tuned: Mapping[str, Any],
-    frontier: Sequence[Measured],
-    guarantee: Guarantee | None = None,
-) -> None:
+def write_press(path: Path, tuned: Tuned, conditions: Mapping[str, Any]) -> None:
     """Write the pick as a file for `kvpress.get_press`, with the conditions of the search and the held-out figures."""
-    figures_of = next(item for item in frontier if item.press == press)
+    figures_of = tuned.pick
     figures = {
         "samples": figures_of.samples,
         "bytes": round(figures_of.bytes),
+        "peak_bytes": None if figures_of.peak_bytes is None else round(figures_of.peak_bytes),
         "smaller": round(figures_of.factor, 2),
         "mean": _list(figures_of.accuracy),
-        "mean_of_full_cache": _list(frontier[0].accuracy),
+        "mean_of_full_cache": _list(tuned.frontier[0].accuracy),
         "worst_task": figures_of.worst[0] if figures_of.worst else None,
         "worst_change": _list(figures_of.worst[1]) if figures_of.worst else None,
     }
-    record = {"press": press, "tuned": dict(tuned), "held_out": figures}
-    if guarantee is not None:
-        record["guarantee"] = _guarantee(guarantee)
+    record = {"press": tuned.press, "tuned": dict(conditions), "held_out": figures, **_promised(tuned)}
     text = "# Made by `kvpress tune`; load it with kvpress.get_press or --press @FILE. Intervals are mean, low, high.\n"
     text += yaml.safe_dump(record, sort_keys=False, allow_unicode=True, width=120)
     replace_file(path, text.encode())
@@ -265,6 +272,7 @@ def write_result(path: Path, tuned: Tuned, standings: Sequence[Mapping[str, Any]
             "press": item.press,
             "samples": item.samples,
             "bytes": item.bytes,
+            "peak_bytes": item.peak_bytes,
             "smaller": item.factor,
             "mean": _list(item.accuracy),
             "change": item.difference and _list(item.difference),
@@ -276,9 +284,7 @@ def write_result(path: Path, tuned: Tuned, standings: Sequence[Mapping[str, Any]
         for item in tuned.frontier
     ]
     summary: dict[str, Any] = {"press": tuned.press, "sentence": tuned.sentence, "kept": tuned.kept}
-    if tuned.guarantee is not None:
-        summary["guarantee"] = _guarantee(tuned.guarantee)
-    write_json(path, {**summary, "frontier": rows, "searched": list(standings)})
+    write_json(path, {**summary, **_promised(tuned), "frontier": rows, "searched": list(standings)})
 
 
 def belong(path: Path, identity: Mapping[str, Any]) -> None:
@@ -299,6 +305,16 @@ def belong(path: Path, identity: Mapping[str, Any]) -> None:
         return
     if listed := differences(there, identity):
         raise OutputError(f"{path.parent} belongs to another search ({listed}): use a new --out")
+
+
+def _promised(tuned: Tuned) -> dict[str, Any]:
+    """Return the planned sizes and the guarantee of the pick, where there are any."""
+    promised: dict[str, Any] = {}
+    if tuned.planned is not None:
+        promised["planned"] = asdict(tuned.planned)
+    if tuned.guarantee is not None:
+        promised["guarantee"] = _guarantee(tuned.guarantee)
+    return promised
 
 
 def _guarantee(guarantee: Guarantee) -> dict[str, Any]:

@@ -56,8 +56,11 @@ class Standing:
     changes: Mapping[str, float]
     """Change of accuracy from the full cache, by task."""
     bytes: float
+    """Planned held bytes of a context, on average."""
     samples: int = 0
     """Number of samples that the changes are computed from."""
+    peak_bytes: float = 0.0
+    """Planned peak bytes of a context while it is read, on average."""
 
     @property
     def worst(self) -> tuple[str, float]:
@@ -247,8 +250,9 @@ class Search:
         """Return the standing of a press on the first contexts of every task."""
         pairs = {task: task_pairs for task, task_pairs in self._pairs(press, contexts).items() if task_pairs}
         changes = {task: fmean(ours - theirs for ours, theirs in task_pairs) for task, task_pairs in pairs.items()}
-        planned = self.limit.planned(kvpress.get_press(press))
-        return Standing(press, contexts, changes, planned, sum(map(len, pairs.values())))
+        loaded = kvpress.get_press(press)
+        planned, peak = self.limit.planned(loaded), self.limit.peak(loaded)
+        return Standing(press, contexts, changes, planned, sum(map(len, pairs.values())), peak)
 
     def _pairs(self, press: str, contexts: int) -> dict[str, list[tuple[float, float]]]:
         """Return the existing scores of a press and of the full cache on the first contexts of every task."""

@@ -24,6 +24,29 @@ _TILES = 2
 
 
 @dataclass(frozen=True)
+class PlannedSize:
+    """Planned sizes of the cache of a context, and the limit that they meet."""
+
+    tokens: int
+    """Tokens of the context, on average."""
+    bytes: int
+    """Held bytes after the context."""
+    peak_bytes: int
+    """Peak bytes while the context is read in one pass."""
+    allowed_bytes: int
+    limited: str
+    """Size that the limit is of: "held" or "peak"."""
+
+    @property
+    def line(self) -> str:
+        """Sentence with the sizes and the limit."""
+        return (
+            f"A context of {self.tokens} tokens is planned to hold {format_bytes(self.bytes)}, with a peak of "
+            f"{format_bytes(self.peak_bytes)} while it is read; the limit allows {format_bytes(self.allowed_bytes)} at the peak"
+        )
+
+
+@dataclass(frozen=True)
 class Limit:
     """Limit of the cache of a context: either `smaller` or `bytes`."""
 
@@ -76,17 +99,28 @@ class Limit:
         """
         return sum(plan(press, self.geometry, tokens).total_bytes for tokens in self.lengths) / len(self.lengths)
 
+    def peak(self, press: BasePress) -> float:
+        """Return the planned peak bytes while a context is read under a press, on average. Raises as `planned` does."""
+        plans = [plan(press, self.geometry, tokens) for tokens in self.lengths]
+        return sum(max(planned.total_bytes, planned.peak_bytes) for planned in plans) / len(plans)
+
     def needed(self, press: BasePress) -> float:
         """Return the mean bytes that count against the limit: the final size, or the peak size for a limit in bytes."""
-        plans = [plan(press, self.geometry, tokens) for tokens in self.lengths]
-        needed = [
-            planned.total_bytes if self.smaller else max(planned.total_bytes, planned.peak_bytes) for planned in plans
-        ]
-        return sum(needed) / len(needed)
+        return self.planned(press) if self.smaller else self.peak(press)
 
     def fits(self, press: BasePress) -> bool:
         """Whether a press meets the limit."""
         return self.needed(press) <= self.allowed
+
+    def figures(self, press: BasePress) -> PlannedSize:
+        """Return the planned sizes of a context under a press beside the limit."""
+        return PlannedSize(
+            round(sum(self.lengths) / len(self.lengths)),
+            round(self.planned(press)),
+            round(self.peak(press)),
+            round(self.allowed),
+            "held" if self.smaller else "peak",
+        )
 
 
 def solve(template: Template, limit: Limit) -> str | None:

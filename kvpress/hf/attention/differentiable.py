@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention to stored pairs and new ones that autograd can differentiate by queries, new keys and new values."""
+"""Attention to stored pairs and new ones that autograd can differentiate by queries, keys, values and log-weights."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from kvpress.observe.view import LOG_WEIGHT, View, view_groups
 def attend_with_graph(call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Return the output `[B, Q, Hq, Dv]` of `query [B, Hq, Q, D]` over the stored pairs of a layer and the new ones.
 
-    New keys `[B, H, Q, D]` and values `[B, H, Q, Dv]` are not in the store; attention is causal among them. Stored pairs of
-    any format are constants. Each view of pairs has its own logits `[b, h, G * Q, n + Q]`, which the graph retains.
+    New keys `[B, H, Q, D]` and values `[B, H, Q, Dv]` are not in the store; attention is causal among them. Dense stored
+    pairs may require gradients; encoded ones are constants. Each view of pairs has its own logits `[b, h, G * Q, n + Q]`, which
+    the graph retains.
     """
     batch, heads, length = key.shape[:3]
     outputs: dict[tuple[int, int], Tensor] = {}
@@ -35,8 +36,8 @@ def _attend(call: LayerCall, view: View, query: Tensor, key: Tensor, value: Tens
     heads, length = key.shape[1], key.shape[2]
     grouped = group_queries(query, heads).view(key.shape[0], heads, -1, query.shape[-1])[view.rows][:, view.heads]
     new_keys, new_values = key[view.rows][:, view.heads], value[view.rows][:, view.heads]
-    keys = torch.cat([view.keys.detach().to(key.dtype), new_keys], dim=2)
-    values = torch.cat([view.values.detach().to(value.dtype), new_values], dim=2)
+    keys = torch.cat([view.keys.to(key.dtype), new_keys], dim=2)
+    values = torch.cat([view.values.to(value.dtype), new_values], dim=2)
     logits = call.logits(grouped, keys).unflatten(2, (-1, length))
     if LOG_WEIGHT in view.side:
         weight = view.side[LOG_WEIGHT].float()

@@ -57,6 +57,19 @@ class _Spoken(TextStreamer):
         self.say(text)
 
 
+def text_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
+    """Return the ids `[1, n]` of a text, up to the place of a question, on the device of the model.
+
+    Raises:
+        ValueError: the text is empty.
+    """
+    if not text.strip():
+        raise ValueError("no text to read: it contains only spaces")
+    before, _ = framed(model, tokenizer, text)
+    ids: Tensor = tokenizer.encode(before, return_tensors="pt", add_special_tokens=False).to(model.device)
+    return ids
+
+
 def read_text(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, press: BasePress | str, text: str
 ) -> tuple[Cache, Tensor]:
@@ -65,11 +78,7 @@ def read_text(
     Raises:
         ValueError: the text is empty, or exceeds the positions of the model.
     """
-    if not text.strip():
-        raise ValueError("no text to read: it contains only spaces")
-    before, _ = _framed(model, tokenizer, text)
-    ids = tokenizer.encode(before, return_tensors="pt", add_special_tokens=False).to(model.device)
-    press = get_press(press)
+    ids, press = text_ids(model, tokenizer, text), get_press(press)
     check_positions(model.config, ids.shape[1], "give a shorter text", recipe=press.recipe())
     cache = new_cache(model)
     read_prompt(model, press, cache, ids, torch.ones_like(ids))
@@ -93,15 +102,24 @@ def ask(
     Raises:
         ValueError: the cache has several rows.
     """
-    begin = "\n" if tokenizer.chat_template is None else ""
     streamer = _Spoken(tokenizer, say)
     KVPressTextGenerationPipeline(model=model, tokenizer=tokenizer)(
-        None, begin + question.lstrip(), press=press, cache=cache, max_new_tokens=max_new_tokens, streamer=streamer
+        None,
+        question_text(tokenizer, question),
+        press=press,
+        cache=cache,
+        max_new_tokens=max_new_tokens,
+        streamer=streamer,
     )
     done = time.perf_counter() - streamer.started
     return Reply("".join(streamer.parts), streamer.tokens, streamer.first - streamer.started, done)
 
 
-def _framed(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[str, str]:
+def question_text(tokenizer: PreTrainedTokenizerBase, question: str) -> str:
+    """Return a question as it follows a text: on a new line, if the tokenizer has no chat template."""
+    return ("\n" if tokenizer.chat_template is None else "") + question.lstrip()
+
+
+def framed(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[str, str]:
     """Return the texts before and after a question about a text, as in the pipeline."""
     return KVPressTextGenerationPipeline(model=model, tokenizer=tokenizer)._frame(text, True, enable_thinking=False)

@@ -47,13 +47,9 @@ class DecoderReader:
 
     def read_differentiably(self, done: Pass, ids: Tensor, watch: Watch) -> Tensor:
         """Read `ids [B, m]` after the cache of a pass under autograd; return the output `[B, m, hidden]` of the last layer."""
-        name, session = type(self.model).__name__, self.session
-        if session.lends or any(not _appends(layer) for layer in done.cache.layers):
-            raise NotImplementedError(
-                f"{name} has cache layers that are updated in place, or that several modules share, so no gradient can pass "
-                "through them; use kvzip, which needs none"
-            )
-        other_layers = [(layer, dict(layer.__dict__)) for layer in done.cache.layers if type(layer) is not PressLayer]
+        session = self.session
+        check_appends(session, done.cache, "use kvzip, which needs none")
+        other_layers = _other_states(done.cache)
         outputs: list[Tensor] = []
         forward = Forward(session, watch=watch, differentiable=True)
         last = decoder_layers(self.model, session.modules)[-1]
@@ -115,6 +111,46 @@ class DecoderReader:
                 **with_cache(done.cache),
                 use_cache=True,
             )
+
+
+def logits_behind(session: BaseSession, cache: Any, ids: Tensor, watch: Watch = lambda call: None) -> Tensor:
+    """Return the logits `[B, m, vocabulary]` of `ids [B, m]` read behind a cache without padding, which does not change.
+
+    Call it inside the block of `session`. Under autograd, the graph leads to the dense pairs of the cache that require
+    gradients. Nothing is observed, evicted, encoded or selected.
+
+    Raises:
+        NotImplementedError: the cache has layers that are updated in place, or whose pairs several modules share.
+    """
+    check_appends(session, cache, "read it with a press that needs no gradient")
+    other_layers, seen = _other_states(cache), cache.get_seq_length()
+    positions = torch.arange(seen, seen + ids.shape[1], device=ids.device).expand(ids.shape)
+    try:
+        with as_pass(Forward(session, watch=watch, differentiable=True)):
+            output = session.model(ids, position_ids=positions, **with_cache(cache), use_cache=True)
+    finally:
+        for layer, state in other_layers:
+            layer.__dict__.update(state)
+    logits: Tensor = output.logits
+    return logits
+
+
+def check_appends(session: BaseSession, cache: Any, fix: str) -> None:
+    """Refuse a cache that no gradient can pass through.
+
+    Raises:
+        NotImplementedError: layers are updated in place, or several modules share their pairs; the message ends with `fix`.
+    """
+    if session.lends or any(not _appends(layer) for layer in cache.layers):
+        raise NotImplementedError(
+            f"{type(session.model).__name__} has cache layers that are updated in place, or that several modules share, so no "
+            f"gradient can pass through them; {fix}"
+        )
+
+
+def _other_states(cache: Any) -> list[tuple[Any, dict[str, Any]]]:
+    """Return the layers that are not ours, with their attributes."""
+    return [(layer, dict(layer.__dict__)) for layer in cache.layers if type(layer) is not PressLayer]
 
 
 def _appends(layer: Any) -> bool:

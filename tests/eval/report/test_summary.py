@@ -187,9 +187,9 @@ def test_lines_over_lengths_and_ratios(summaries: list[PressSummary]) -> None:
 def test_latex(summaries: list[PressSummary]) -> None:
     none, half = summaries
     lines = to_latex([none, replace(half, press="a_b:50%")]).splitlines()
-    assert lines[:2] == [r"\begin{tabular}{lrrrlrrrrr}", r"\toprule"]
+    assert lines[:2] == [r"\begin{tabular}{lrrrlrrrrrr}", r"\toprule"]
     assert lines[5].startswith(r"a\_b:50\% & ")
-    assert {line.count(" & ") for line in lines if line.endswith(r"\\")} == {9}
+    assert {line.count(" & ") for line in lines if line.endswith(r"\\")} == {10}
     assert lines[-2] == r"\end{tabular}"
 
 

@@ -12,7 +12,7 @@ import pytest
 from kvpress_eval.common.errors import ConfigError
 from kvpress_eval.config.schema import RunConfig
 from kvpress_eval.run import estimate as module
-from kvpress_eval.run.estimate import Machine, cache_bytes, estimate, shape_of
+from kvpress_eval.run.estimate import Machine, estimate, planned, shape_of
 from kvpress_eval.run.models import load_engine, read_settings
 from kvpress_eval.run.runner import run
 from rich.console import Console
@@ -60,9 +60,18 @@ def test_estimated_memory_equals_the_bytes_of_the_run(small: Small, quiet: Conso
     shape = shape_of(config, read_settings(config))
     for press, cell in zip(config.presses, run(config, quiet).cells, strict=True):
         (row,) = cell.rows
-        assert cache_bytes(config, press, row["context_tokens"], shape) == pytest.approx(row["bytes"], rel=0.03)
-    assert [press_estimate.cache_bytes for press_estimate in estimate(config).presses] == [
-        cache_bytes(config, press, 256, shape) for press in config.presses
+        assert planned(config, press, row["context_tokens"], shape).total_bytes == pytest.approx(row["bytes"], rel=0.03)
+        assert row["peak_bytes"] == pytest.approx(
+            planned(config, press, row["context_tokens"], shape).peak_bytes, rel=0.03
+        )
+    estimated = estimate(config)
+    none, evicting, _ = (press_estimate.peak_bytes for press_estimate in estimated.presses)
+    assert none == estimated.presses[0].cache_bytes
+    assert none > evicting > estimated.presses[1].cache_bytes
+    added = max(item.peak_bytes - item.cache_bytes for item in estimated.presses)
+    assert estimated.peak_bytes == estimated.cache_bytes + added > estimated.cache_bytes
+    assert [press_estimate.cache_bytes for press_estimate in estimated.presses] == [
+        planned(config, press, 256, shape).total_bytes for press in config.presses
     ]
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import shutil
 from dataclasses import replace
@@ -81,6 +82,14 @@ def test_the_file_is_the_press_with_the_conditions_of_its_tuning(finished_search
     assert on["model"] == "reference"
     assert on["weights"] == bundled_model().fingerprint
     assert (on["tasks"], on["lengths"], on["seed"], on["limit"]) == (["cwe", "niah_single"], [128], 0, "6x smaller")
+    planned, held_out = record["planned"], record["held_out"]
+    assert held_out["peak_bytes"] == round(tuned.pick.peak_bytes or 0) > held_out["bytes"]
+    assert planned["bytes"] <= planned["allowed_bytes"]
+    assert planned["limited"] == "held"
+    written = json.loads((out / result.RESULT).read_text())
+    assert [row["peak_bytes"] for row in written["frontier"]] == [row.peak_bytes for row in tuned.frontier]
+    assert all(row["peak_bytes"] >= row["bytes"] for row in (*written["frontier"], *written["searched"]))
+    assert written["planned"] == planned
     assert record["held_out"]["mean"][0] == pytest.approx(tuned.pick.accuracy.mean, abs=1e-4)
 
 
@@ -167,8 +176,12 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
         ({"candidates": 0}, "candidates must be at least 1"),
         ({"smaller": 1e6}, "more than any press reaches: at most"),
         ({"smaller": None, "memory": "1MB"}, "does not hold the weights of the model, 5.0 MiB"),
-        ({"smaller": None, "memory": "5.0MiB", "context": 100_000}, "is not enough: at least"),
+        ({"smaller": None, "memory": "5.0MiB", "context": 4096}, "is not enough: at least"),
         ({"smaller": None, "memory": "1GB"}, "no press is needed: with memory 1GB the cache of 128 tokens, at most "),
+        (
+            {"smaller": None, "memory": "1GB", "context": 10**7},
+            "context 10000000 is over the 4096 positions .*: give a shorter one",
+        ),
         ({"data": Path("none.jsonl")}, "give data or tasks, not both"),
     ],
 )
@@ -183,6 +196,10 @@ def test_memory_is_of_weights_and_cache(tmp_path: Path) -> None:
         tmp_path, replace(WISHES, smaller=None, memory="5.06MiB", candidates=4, max_drop=0.0), tasks=("niah_single",)
     )
     assert "budget=" in tuned.press
+    assert tuned.planned is not None
+    assert tuned.planned.limited == "peak"
+    assert tuned.planned.bytes <= tuned.planned.peak_bytes <= tuned.planned.allowed_bytes
+    assert tuned.sentence.endswith(f"{tuned.planned.line}.")
     assert "the cache may take" in printed
     assert tuned.kept is (tuned.pick.worst is not None and tuned.pick.worst[1].mean >= 0)
 
@@ -301,7 +318,10 @@ def test_a_full_cache_among_the_best_is_the_pick_only_if_no_press_is_guaranteed(
     best = [Standing(name, 8, {"t": 0.0}, size) for name, size in (("none", 100.0), ("a", 10.0))]
     said: list[str] = []
     tuning: Any = SimpleNamespace(
-        wishes=Wishes(memory="1GB", max_drop=5.0, confidence=0.95), split=SimpleNamespace(held_out=[]), _say=said.append
+        wishes=Wishes(memory="1GB", max_drop=5.0, confidence=0.95),
+        split=SimpleNamespace(held_out=[]),
+        _say=said.append,
+        _fitting=list,
     )
     press, guarantee = find._Tuning._guaranteed(tuning, "a", best, [], [])
     assert (press, guarantee and guarantee.holds) == expected

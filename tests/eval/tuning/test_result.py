@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
+import io
+from dataclasses import replace
+
 import pytest
 from kvpress_eval.results.stats import ScoreInterval
-from kvpress_eval.tuning.result import Measured, sentence, within
+from kvpress_eval.tuning.result import Measured, print_frontier, sentence, within
+from rich.console import Console
 
 
 def measured(press: str, factor: float, change: float | None = None) -> Measured:
     accuracy = ScoreInterval(0.9, 0.8, 1.0)
     worst = None if change is None else ("vt", ScoreInterval(change, change - 0.1, min(0.0, change + 0.1)))
     changes = [[change - 0.1, change, change + 0.1]] if change is not None else []
-    return Measured(press, 48, accuracy, None, worst, changes, {}, 1024 / factor, 1024.0, None)
+    return Measured(press, 48, accuracy, None, worst, changes, {}, 1024 / factor, 2048.0, 1024.0, None)
 
 
 FULL = measured("none", 1)
@@ -52,7 +56,19 @@ def test_a_pick_that_loses_too_much_is_reported_with_one_that_loses_less(
 ) -> None:
     text = sentence(PICK.press, [FULL, *others, PICK], "accuracy", max_drop)
     assert text.startswith(
-        "Use knorm:0.9: it holds 102 B instead of 1.0 KiB of a context, 10.0 times less; on 48 held-out"
+        "Use knorm:0.9: it holds 102 B instead of 1.0 KiB of a context, 10.0 times less, with a peak of 2.0 KiB while the "
+        "context is read; on 48 held-out"
     )
     assert text.endswith(end)
     assert ("that may be lost" in text) == (within(PICK, max_drop) is False)
+
+
+@pytest.mark.parametrize("width", [100, 160])
+def test_the_table_has_held_and_peak_bytes(width: int) -> None:
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    print_frontier([FULL, replace(PICK, peak_bytes=None)], PICK.press, console)
+    heading, full, pick = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    sizes = slice(heading.index("smaller"), heading.index("peak") + len("peak"))
+    assert heading[sizes].split() == ["smaller", "cache", "peak"]
+    assert full[sizes].split() == ["1.0x", "1.0", "KiB", "2.0", "KiB"]
+    assert pick[sizes].split() == ["10.0x", "102", "B", "-"]

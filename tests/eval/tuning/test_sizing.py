@@ -58,6 +58,19 @@ def test_memory_is_met_by_a_budget_at_any_time() -> None:
     assert planned.total_bytes < planned.peak_bytes
 
 
+def test_the_planned_sizes_of_a_press_name_the_size_that_is_limited() -> None:
+    press = kvpress.get_press("frontier:smaller=10")
+    peak = plan(press, GEOMETRY, 4096).peak_bytes
+    in_bytes = Limit(GEOMETRY, (4096,), bytes=peak // 2)
+    assert in_bytes.figures(press).limited == "peak"
+    assert (in_bytes.figures(press).peak_bytes, in_bytes.figures(press).tokens) == (peak, 4096)
+    assert in_bytes.planned(press) < in_bytes.allowed < in_bytes.peak(press)
+    assert not in_bytes.fits(press)
+    by_factor = Limit(GEOMETRY, (4096,), smaller=9.0)
+    assert by_factor.figures(press).limited == "held"
+    assert by_factor.fits(press)
+
+
 @pytest.mark.parametrize(
     ("lengths", "line"),
     [
