@@ -152,7 +152,8 @@ def packed_variant(
     constants = {
         "D": D, "K_BITS": bits, "K_GR": kg[0], "K_GC": kg[1], "DV": D, "V_BITS": bits, "V_GR": vg[0], "V_GC": vg[1],
         "KC": key.chunks, "KW": key.width, "KP": key.padded, "KPARTS": key.parts, "K_UNIT": key.size, "FOLD": fold,
-        "VC": value.chunks, "VW": value.width, "VP": value.padded, "VPARTS": value.parts, "V_UNIT": value.size, "BM": rows, "BN": block,
+        "VC": value.chunks, "VW": value.width, "VP": value.padded, "VPARTS": value.parts, "V_UNIT": value.size,
+        "BM": rows, "BN": block,
         "NP": STREAMS, "HIGH": packed.outlier_tiles(D), "K_NARROW": narrow, "V_NARROW": narrow,
         "K_POINT": (2**bits - 1) / 2 * centred, "V_POINT": (2**bits - 1) / 2 * centred,
     }  # fmt: skip

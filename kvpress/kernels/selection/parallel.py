@@ -3,8 +3,8 @@
 
 Scores are mapped to integers of 32 bits in the same order, which are searched for the smallest chosen one, digit by digit. Each
 of five launches counts how many integers with the digits found so far have which next digit, and every program of the next
-launch finds the same digit in the counts. Then each program counts its chosen and equal integers, and lists them behind those of
-the programs before it.
+launch finds the same digit in the counts. Then each program counts its chosen and equal integers, and lists them behind
+those of the programs before it.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -88,8 +88,8 @@ def _choices(SCORES, rank, length, low, high, smallest):
 
 @triton.jit(do_not_specialize=["streams", "capacity", "width", "first", "last"])
 def _count_kernel(
-    SCORES, LENGTHS, MOST, HISTOGRAMS, SUMS, stride, streams, capacity, width, first, last, PLACES: tl.constexpr, LARGEST: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    SCORES, LENGTHS, MOST, HISTOGRAMS, SUMS, stride, streams, capacity, width, first, last,
+    PLACES: tl.constexpr, LARGEST: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Count the chosen and the equal rows of a chunk."""
     n = tl.program_id(1).to(tl.int64)

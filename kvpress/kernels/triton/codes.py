@@ -24,7 +24,7 @@ def channel(part: tl.constexpr, byte: tl.constexpr, column, D: tl.constexpr, PAR
 
 @triton.jit
 def load(CODES, row, column, live, D: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr = 1):
-    """Load the units at (row, column); for 3 bits, those of the low plane, and their bits of the high plane at the same places."""
+    """Load the units at (row, column); for 3 bits, those of the low plane, and their high bits in the same places."""
     UNITS: tl.constexpr = D * BITS // 8 // UNIT
     if UNIT == 2:
         CODES = CODES.to(tl.pointer_type(tl.uint16))
@@ -40,7 +40,7 @@ def load(CODES, row, column, live, D: tl.constexpr, BITS: tl.constexpr, UNIT: tl
 
 @triton.jit
 def unpack(low, high, part: tl.constexpr, byte: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr = 1):
-    """Return the codes of one part of a byte of units as exact float16: 0x6400 | c is the float 1024 + c, without a conversion."""
+    """Return the codes of one part of a byte of units as exact float16: without a conversion, 0x6400 | c is 1024 + c."""
     SHIFT: tl.constexpr = 8 * byte + (2 if BITS == 3 else BITS) * part
     if BITS == 3:
         if COMPILED and UNIT == 2:

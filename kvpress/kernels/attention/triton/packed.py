@@ -25,16 +25,16 @@ from kvpress.kernels.triton.grid import MOST_SPLITS, multiprocessors, padded, pl
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 LEAST_ROWS = 4
-"""Fewest query rows of a tile, a power of two: each costs registers and work on scales, unlike with dense rows."""
+"""Fewest queries of a tile, a power of two; eight fill the columns of a product of tensor cores."""
 
 RESIDENT, MOST_REGISTERS = 24, 255
-"""Most programs on a multiprocessor, for which the shared memory of every supported chip is enough, and registers per thread."""
+"""Most programs on a multiprocessor, for which every supported chip has the shared memory, and most registers of a thread."""
 
 NARROWEST = 16
 """Fewest columns of a chunk: the inner dimension of a product of tensor cores."""
 
 WARPS, STAGES = 1, 3
-"""One warp repeats no work, and waits for no other."""
+"""A warp alone repeats no work on scales and queries, and waits at no barrier; stages that are prefetched."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,8 @@ def units(channels: int, bits: int, group: int | None) -> Units:
     Units have two bytes where chunks of them are as wide as a product of tensor cores.
     """
     parts = 4 if bits == 3 else 8 // bits
-    size = 2 if channels % (2 * parts) == 0 and min(channels // parts, group or channels) >= 2 * NARROWEST else 1
+    whole = channels % (16 if bits == 3 else 2 * parts) == 0  # every plane of a row has an even number of bytes
+    size = 2 if whole and min(channels // parts, group or channels) >= 2 * NARROWEST else 1
     width = channels // parts // size
     if group is not None and group == padded(group) and width % (group // size) == 0 and group // size >= NARROWEST:
         return Units(size, width * size // group, group // size, group // size, parts)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernel of decode attention on packed codes.
 
-Only stored bytes are read. A row of codes is split into columns of units (`codes`). Each part of a byte of the units has a product
-and an accumulator of its own, so that unpacking needs no shuffle. Codes are the left operand of products, and a tile has a
-column for each query: with few queries, tiles of tensor cores are then filled by cached rows and channels.
+Only stored bytes are read. A row of codes is split into columns of units (`codes`). Each part of a byte of the units has a
+product and an accumulator of its own, so that unpacking needs no shuffle. Codes are the left operand of products, whose tiles
+have 16 rows and 8 columns: few queries leave less of a tile empty as columns. Scales of a row are loaded as words, which Triton
+copies to shared memory ahead of time as it does codes.
 
-    keys     block inside one row group:  q . (c * s + z) = (q * s) . c + q . z    the scale costs one product per query row
+    keys     block inside one row group:  q . (c * s + z) = (q * s) . c + q . z    the scale costs one product per query
              one scale for all channels:  q . (c * s + z) = s (q . c) + z sum(q)   the scale costs one product per logit
              otherwise                    decoded in registers
     values   one scale for all channels:  sum w (c * s + z) = sum (w s) c + sum w z
