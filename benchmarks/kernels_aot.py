@@ -172,7 +172,7 @@ def packed_variant(
     shape = f"K{kg[0]}x{kg[1]} V{vg[0]}x{vg[1]}"
     name = f"int{bits}{'-select' if listed else ''} {shape} D{D} M{rows}{corrected}"
     read_bytes = block * (2 * D * bits / 8 + scales + 2 * row_scaled)
-    limits: dict[str, Any] = {"warps": packed.WARPS, "stages": packed.STAGES, "registers": launch.registers}
+    limits: dict[str, Any] = {"warps": launch.warps, "stages": packed.STAGES, "registers": launch.registers}
     tuples = {"KEY_TERMS": terms, "VALUE_TERMS": terms}
     return Variant(name, packed_kernel.decode_kernel, pointers, constants, read_bytes, tuples=tuples, **limits)
 

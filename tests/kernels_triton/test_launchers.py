@@ -25,6 +25,7 @@ from kvpress.kernels.attention.triton import as_partials, merge_partials
 from kvpress.kernels.attention.triton import coded as coded_kernel
 from kvpress.kernels.attention.triton import dense as dense_kernel
 from kvpress.kernels.attention.triton import packed as packed_kernel
+from kvpress.kernels.attention.triton.merge import CHANNELS
 from kvpress.kernels.quantisation import triton as quantisation
 from kvpress.kernels.triton.grid import WITHOUT_DEVICE, resident
 
@@ -167,7 +168,7 @@ def test_a_short_window_is_not_split_and_not_merged(grids: list[tuple[Any, ...]]
 
 def test_splits_are_no_more_than_the_longest_stream_can_use(grids: list[tuple[Any, ...]]) -> None:
     """Four splits of two blocks, and one for the rest of the stream's blocks."""
-    assert launched(Rows(Dense(data()), Dense(data())), 1, 512, grids) == [(5, 1), (M,)]
+    assert launched(Rows(Dense(data()), Dense(data())), 1, 512, grids) == [(5, 1), (M, D // CHANNELS)]
 
 
 def stepped() -> Rows:
@@ -177,7 +178,11 @@ def stepped() -> Rows:
 RESIDENT = {
     "dense": (dense_kernel.RESIDENT, lambda: Rows(Dense(data()), Dense(data()))),
     "packed": (
-        resident(packed_kernel.WARPS, packed_kernel.limits(2 * D, False).registers, packed_kernel.RESIDENT),
+        resident(
+            packed_kernel.WARPS,
+            packed_kernel.limits(2 * D, 4, stepped=True, many=True).registers,
+            packed_kernel.RESIDENT,
+        ),
         stepped,
     ),
     "coded": (coded_kernel.RESIDENT, flat),
@@ -190,7 +195,7 @@ def test_all_splits_run_at_once(kind: str, streams: int, grids: list[tuple[Any, 
     limit, make = RESIDENT[kind]
     (splits, _), merged = launched(make(), streams, None, grids)
     assert splits == limit * WITHOUT_DEVICE
-    assert merged == (streams * M,)
+    assert merged == (streams * M, D // CHANNELS)
 
 
 def test_fewer_programs_fit_where_each_has_more_registers() -> None:
@@ -199,11 +204,16 @@ def test_fewer_programs_fit_where_each_has_more_registers() -> None:
     assert resident(4, 255, 8) == 2
 
 
+def test_a_warp_has_all_of_its_registers_from_one_scheduler() -> None:
+    assert resident(1, 168, 99) == 12
+    assert resident(1, 169, 99) == resident(1, 200, 99) == resident(1, 255, 99) == 8
+
+
 def test_results_of_parts_are_merged_in_one_launch(grids: list[tuple[Any, ...]]) -> None:
     rows = Rows(Dense(data()), Dense(data()))
     parts = [kernels.Part(rows, replace(ranges(), longest=64)) for _ in range(3)]
     kernels.decode_parts(queries(), parts, Options(0.1))
-    assert grids == [(N, 1)] * 3 + [(N * M,)]
+    assert grids == [(N, 1)] * 3 + [(N * M, D // CHANNELS)]
 
 
 def test_scores_have_the_width_of_the_capacity_without_a_host_read(grids: list[tuple[Any, ...]]) -> None:

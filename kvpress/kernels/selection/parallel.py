@@ -7,7 +7,7 @@ launch finds the same digit in the counts. Then each program counts its chosen a
 those of the programs before it.
 """
 
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def, assignment, var-annotated"
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ Products are float16 with float32 sums; `packed_kernel` describes how codes are 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 import triton
@@ -47,6 +48,8 @@ class LaunchLimits:
     """Most cached rows of a tile."""
     registers: int
     """Most registers per thread: `resident` counts on them, so that all splits run at once."""
+    warps: int = WARPS
+    """Warps of a program."""
 
 
 def limits(
@@ -70,7 +73,8 @@ def limits(
         many: streams have work for all programs that fit. Then more of them are faster than faster ones, except with 4 bits.
     """
     if corrected:
-        return LaunchLimits(8, 32, MOST_REGISTERS) if channels <= 256 else LaunchLimits(4, 16, MOST_REGISTERS)
+        short, warps = (32, 2) if channels <= 256 else (16, 4)
+        return LaunchLimits(4, short, MOST_REGISTERS, warps)
     if channels > 256 or levelled or listed:
         return LaunchLimits(16, 32, MOST_REGISTERS)
     return LaunchLimits(
@@ -95,17 +99,23 @@ class Units:
 
 
 def units(channels: int, bits: int, group: int | None) -> Units:
-    """Return one chunk per channel group where groups have at least 16 units and divide a part, else all units at once.
+    """Return chunks of channels with one scale each where these are as wide as a product of tensor cores, else all units at once.
 
-    Units have two bytes where chunks of them are as wide as a product of tensor cores.
+    Units have two bytes where chunks of them are wide enough.
+
+    Args:
+        channels: channels of a row.
+        bits: bits of a code.
+        group: neighbouring channels with one scale; None where scales are not applied to codes.
     """
     parts = 4 if bits == 3 else 8 // bits
+    part = channels // parts
+    shared = part if group is None else gcd(part, group)
     whole = channels % (16 if bits == 3 else 2 * parts) == 0  # every plane of a row has an even number of bytes
-    size = 2 if whole and min(channels // parts, group or channels) >= 2 * NARROWEST else 1
-    width = channels // parts // size
-    if group is not None and group == padded(group) and width % (group // size) == 0 and group // size >= NARROWEST:
-        return Units(size, width * size // group, group // size, group // size, parts)
-    return Units(size, 1, width, padded(width), parts)
+    size = 2 if whole and shared >= 2 * NARROWEST else 1
+    if group is not None and shared == padded(shared):
+        return Units(size, part // shared, shared // size, shared // size, parts)
+    return Units(size, 1, part // size, padded(part // size), parts)
 
 
 def block_rows(group_rows: int, contiguous: bool, limit: int = 64) -> tuple[int, bool]:
@@ -149,7 +159,7 @@ def launch(q: Tensor, rows: Rows, where: Where, options: Options, added: Product
     key = units(D, keys.bits, None if fold else keys.group[1])
     value = units(DV, values.bits, values.group[1])
     key_rank, value_rank = rank(key_terms), rank(value_terms)
-    fitting = resident(WARPS, bounds.registers, RESIDENT)
+    fitting = resident(bounds.warps, bounds.registers, RESIDENT)
     grid = plan(q, where.most_rows(rows.count), block, fitting, LEAST_ROWS, bounds.queries)
     results = partials(q, grid, where.lengths, block, DV)
     if results.lse.numel():
@@ -210,7 +220,7 @@ def launch(q: Tensor, rows: Rows, where: Where, options: Options, added: Product
             NARROW.get(values.scale.dtype, 0),
             float(keys.zero_point),
             float(values.zero_point),
-            num_warps=WARPS,
+            num_warps=bounds.warps,
             num_stages=STAGES,
             maxnreg=bounds.registers,
         )
