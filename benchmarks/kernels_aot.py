@@ -42,11 +42,17 @@ SHARED = {80: 166_912, 90: 232_448, 100: 232_448, 120: 101_376}
 """Shared memory limit of one program, in bytes."""
 
 NARROW = {
-    "int1 K32x1 V1x32 D128 M4": "32 rows of 16 bytes are 8 bytes for each of 64 threads",
-    "int4 K1x16 V1x16 D256 M4 levels float8_e4m3fn": "32 rows in columns of 16 bytes are 8 bytes for each of 64 threads",
+    "int1 K32x1 V1x32 D128 M4": "Triton gives a thread less than a row of 16 bytes",
     "int4 K16x1 V1x16 D80 M4": "rows of 40 bytes begin at multiples of 8",
 }
 """Why a variant that streams the cache copies fewer than 128 bits at a time."""
+
+SPILLS = {
+    "int2 K32x1 V1x32 D128 M4 many": 16,
+    "int4 K1x32 V1x32 D128 M4 levels float8_e8m0fnu": 40,
+    "int4 K32x1 V1x32 D256 M4 rank 4": 16,
+}
+"""Bytes of a thread that some variants spill: a few addresses, which other limits would make more of."""
 
 STREAMS = 8
 """Streams among which programs are divided."""
@@ -136,7 +142,7 @@ def packed_variant(
     factor per row; with `centred`, the middle code means zero; with `many`, there are streams for all programs that fit.
     """
     kg, vg = key_group or (group, 1), (1, group)
-    launch = packed.limits(2 * D, bits, rank > 0 or outliers, floats is not None, listed, kg[1] == D, many)
+    launch = packed.limits(2 * D, bits, rows, rank > 0 or outliers, floats is not None, listed, kg[1] == D, many)
     block, fold = packed.block_rows(kg[0], not listed, launch.block)
     key = packed.units(D, bits, None if fold else kg[1])
     value = packed.units(D, bits, vg[1])
@@ -153,7 +159,7 @@ def packed_variant(
         "D": D, "K_BITS": bits, "K_GR": kg[0], "K_GC": kg[1], "DV": D, "V_BITS": bits, "V_GR": vg[0], "V_GC": vg[1],
         "KC": key.chunks, "KW": key.width, "KP": key.padded, "KPARTS": key.parts, "K_UNIT": key.size, "FOLD": fold,
         "VC": value.chunks, "VW": value.width, "VP": value.padded, "VPARTS": value.parts, "V_UNIT": value.size,
-        "BM": rows, "BN": block,
+        "BM": min(rows, launch.queries), "BN": block,
         "NP": STREAMS, "HIGH": packed.outlier_tiles(D), "K_NARROW": narrow, "V_NARROW": narrow,
         "K_POINT": (2**bits - 1) / 2 * centred, "V_POINT": (2**bits - 1) / 2 * centred,
     }  # fmt: skip

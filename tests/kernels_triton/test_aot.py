@@ -68,7 +68,7 @@ def test_the_committed_table_is_complete_and_within_every_limit(aot: ModuleType,
     for name, chips in committed["variants"].items():
         assert set(chips) == {f"sm_{chip}" for chip in aot.CHIPS}
         for chip, figures in chips.items():
-            assert figures["spills"] == 0, (name, chip)
+            assert figures["spills"] <= aot.SPILLS.get(name, 0), (name, chip)
             assert figures["shared"] <= aot.SHARED[int(chip[3:])], (name, chip)
             if variants[name].streams:
                 assert (figures["wide_copies"] == 0) == (name in aot.NARROW), (name, chip)

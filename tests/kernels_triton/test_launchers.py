@@ -180,7 +180,7 @@ RESIDENT = {
     "packed": (
         resident(
             packed_kernel.WARPS,
-            packed_kernel.limits(2 * D, 4, stepped=True, many=True).registers,
+            packed_kernel.limits(2 * D, 4, M, stepped=True, many=True).registers,
             packed_kernel.RESIDENT,
         ),
         stepped,

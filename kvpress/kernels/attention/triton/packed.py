@@ -55,6 +55,7 @@ class LaunchLimits:
 def limits(
     channels: int,
     bits: int,
+    queries: int,
     corrected: bool = False,
     levelled: bool = False,
     listed: bool = False,
@@ -66,6 +67,7 @@ def limits(
     Args:
         channels: channels of keys and values together.
         bits: bits of a code of the keys.
+        queries: queries of a stream.
         corrected: rows have corrections.
         levelled: codes have levels.
         listed: rows are listed.
@@ -75,11 +77,11 @@ def limits(
     if corrected:
         short, warps = (32, 2) if channels <= 256 else (16, 4)
         return LaunchLimits(4, short, MOST_REGISTERS, warps)
+    warps = 2 if queries > 8 or (levelled and bits == 8) else WARPS
     if channels > 256 or levelled or listed:
-        return LaunchLimits(16, 32, MOST_REGISTERS)
-    return LaunchLimits(
-        16, 64 if stepped and bits < 4 else 32, 168 if many and (stepped or bits < 4) else MOST_REGISTERS
-    )
+        return LaunchLimits(16, 32, MOST_REGISTERS, warps)
+    registers = 168 if many and (stepped or bits < 4) else MOST_REGISTERS
+    return LaunchLimits(16, 64 if stepped and bits < 4 else 32, registers, warps)
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class Units:
 
 
 def units(channels: int, bits: int, group: int | None) -> Units:
-    """Return chunks of channels with one scale each where these are as wide as a product of tensor cores, else all units at once.
+    """Return chunks of channels with one scale each where they are as wide as a product of tensor cores, else one chunk.
 
     Units have two bytes where chunks of them are wide enough.
 
@@ -154,7 +156,7 @@ def launch(q: Tensor, rows: Rows, where: Where, options: Options, added: Product
     contiguous, corrected = isinstance(where, Ranges), any(term is not None for term in terms)
     stepped, levelled = keys.group[1] == D, keys.levels is not None
     many = q.shape[0] * MOST_SPLITS > resident(WARPS, MOST_REGISTERS, RESIDENT) * multiprocessors(q.device)
-    bounds = limits(D + DV, keys.bits, corrected, levelled, not contiguous, stepped, many)
+    bounds = limits(D + DV, keys.bits, q.shape[1], corrected, levelled, not contiguous, stepped, many)
     block, fold = block_rows(keys.group[0], contiguous and key_group is None, bounds.block)
     key = units(D, keys.bits, None if fold else keys.group[1])
     value = units(DV, values.bits, values.group[1])
