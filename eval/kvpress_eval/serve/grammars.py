@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpress_eval.serve.requests import RefusedError
+from kvpress_eval.serve.refusals import RefusedError
 
 WHITESPACE = r"( |\n[ \t]{0,32})?"
 """Whitespace between two parts of JSON: a space, or a new line with its indentation.

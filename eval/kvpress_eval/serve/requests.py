@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to the engine, the events that it answers with, and the reasons to refuse a request."""
+"""Requests to the engine, and the events that it answers with."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from transformers.cache_utils import Cache
 
+from kvpress_eval.serve.grammars import Grammar
+from kvpress_eval.serve.refusals import RefusedError as RefusedError
 from kvpress_eval.serve.text import TextStream
-
-if TYPE_CHECKING:
-    from kvpress_eval.serve.grammars import Grammar
 
 ROUTE: ContextVar[str] = ContextVar("ROUTE", default="")
 """Beginning of the identifiers of responses, by which a gateway finds the replica of a conversation again."""
@@ -82,17 +81,6 @@ class FailedEvent:
 
 
 Event = TokenEvent | FinishedEvent | FailedEvent
-
-
-class RefusedError(Exception):
-    """A request that is not accepted now, or never."""
-
-    def __init__(self, message: str, status: int, retry_after: int | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        """HTTP status."""
-        self.retry_after = retry_after
-        """Seconds after which the same request may be accepted; None for never."""
 
 
 def lost_conversation(name: str) -> str:
