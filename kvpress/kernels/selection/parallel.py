@@ -30,7 +30,7 @@ DIGITS = tl.constexpr(len(PLACES))
 
 
 @triton.jit
-def _bounds(LENGTHS, MOST, n, capacity, width, first, last):
+def bounds(LENGTHS, MOST, n, capacity, width, first, last):
     """Return the length of a stream, the rows to choose, and the range of rows that compete: the others are always chosen."""
     length = tl.minimum(tl.load(LENGTHS + n), capacity).to(tl.int32)
     count = tl.minimum(length, width)
@@ -65,7 +65,7 @@ def _histogram_kernel(
 ):  # fmt: skip
     """Count the next digit of the integers of a chunk that have the known digits."""
     n = tl.program_id(1).to(tl.int64)
-    length, count, low, high = _bounds(LENGTHS, MOST, n, capacity, width, first, last)
+    length, count, low, high = bounds(LENGTHS, MOST, n, capacity, width, first, last)
     smallest, _ = _found(HISTOGRAMS, n, streams, count - (length - (high - low)), KNOWN, PLACES, LARGEST)
     begin = tl.program_id(0) * CHUNK
     i, bins = tl.arange(0, BLOCK), tl.arange(0, BINS)
@@ -93,7 +93,7 @@ def _count_kernel(
 ):  # fmt: skip
     """Count the chosen and the equal rows of a chunk."""
     n = tl.program_id(1).to(tl.int64)
-    length, count, low, high = _bounds(LENGTHS, MOST, n, capacity, width, first, last)
+    length, count, low, high = bounds(LENGTHS, MOST, n, capacity, width, first, last)
     smallest, _ = _found(HISTOGRAMS, n, streams, count - (length - (high - low)), DIGITS, PLACES, LARGEST)
     i, begin = tl.arange(0, BLOCK), tl.program_id(0) * CHUNK
     chosen, equal = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
@@ -113,7 +113,7 @@ def _list_kernel(
 ):  # fmt: skip
     """List the chosen rows of a chunk, and as many equal ones as still fit, behind those of earlier chunks."""
     n = tl.program_id(1).to(tl.int64)
-    length, count, low, high = _bounds(LENGTHS, MOST, n, capacity, width, first, last)
+    length, count, low, high = bounds(LENGTHS, MOST, n, capacity, width, first, last)
     smallest, wanted = _found(HISTOGRAMS, n, streams, count - (length - (high - low)), DIGITS, PLACES, LARGEST)
     chunk, chunks = tl.arange(0, CHUNKS), tl.num_programs(0)
     earlier = chunk < tl.program_id(0)

@@ -52,13 +52,7 @@ def _kernel(
     SCORES, STARTS, LENGTHS, MOST, ROWS, COUNTS, stride, capacity, width, first, last, BLOCK: tl.constexpr
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
-    length = tl.minimum(tl.load(LENGTHS + n), capacity).to(tl.int32)
-    count = tl.minimum(length, width)
-    if MOST is not None:
-        count = tl.minimum(count, tl.load(MOST + n).to(tl.int32))
-    # Rows below `low` and from `high` on are always chosen, and `wanted` of the others.
-    low = tl.minimum(first, length)
-    high = tl.maximum(length - last, low)
+    length, count, low, high = parallel.bounds(LENGTHS, MOST, n, capacity, width, first, last)
     wanted = count - (length - (high - low))
     i = tl.arange(0, BLOCK)
     competes = (i >= low) & (i < high)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read packed codes and their scales; `kvpress.kernels.formats.packing` defines the layout.
 
-A tile is addressed by a tensor of rows and a tensor of columns that broadcast against each other, [1, BN] and [W, 1] for keys
-or [BN, 1] and [1, W] for values, so one function serves both. Rows are read in units of one byte, or of two where that
+A tile is addressed by a tensor of rows and a tensor of columns that broadcast against each other, [BN, 1] and [1, W] for keys
+or [1, BN] and [W, 1] for values, so one function serves both. Rows are read in units of one byte, or of two where that
 leaves tiles wide enough for tensor cores, which then need no shuffle to get pairs of float16. One part of one byte is unpacked
 for all units of a tile with a shift and a mask, and no channel moves in a tile.
 """
