@@ -15,7 +15,7 @@ import sys
 from benchmarks.gpu_end_to_end import CHECK as END_TO_END
 from benchmarks.gpu_parity import CHECKS
 from benchmarks.gpu_parts import Part, Row
-from benchmarks.gpu_report import Report, arguments, collect, why_not
+from benchmarks.gpu_report import Report, collect, parsed, script_arguments, why_not
 
 SECONDS = 200.0
 FILE = "gpu_a.json"
@@ -71,7 +71,7 @@ def run(report: Report, seconds: float, dry: bool) -> bool:
 
 
 def main() -> None:
-    options = arguments(__doc__, SECONDS)
+    options = parsed(script_arguments(__doc__, SECONDS))
     report = Report(options.out / FILE)
     right = run(report, options.seconds, options.dry_run)
     print_summary(report.record["summary"])

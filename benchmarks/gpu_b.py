@@ -5,7 +5,7 @@
 
 Writes gpu_b.json after every row; rows for which no time was left are listed. Formats that failed in gpu_a.json, where that
 file is in the same folder, are not timed. Goals are printed next to the figures. `--dry-run` runs everything on the CPU with
-tiny sizes.
+tiny sizes. `--resume` adds rows to the file of an earlier run of the same commit, whose rows are not measured again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks import gpu_a
 from benchmarks.gpu_parts import Budget, Part, Row
 from benchmarks.gpu_peers import FULL_PRECISION
-from benchmarks.gpu_report import Report, arguments, collect, print_rows
+from benchmarks.gpu_report import Report, collect, parsed, print_rows, script_arguments
 from benchmarks.gpu_speed import CACHES, SELECT
 
 SECONDS, KERNEL_SHARE = 420.0, 0.25
@@ -125,20 +125,34 @@ def numbers(row: Row, *names: str) -> list[str]:
     return [f"{row[name]:.2f}" for name in names]
 
 
-def run(report: Report, seconds: float, dry: bool, skip: list[str]) -> None:
-    """Time the kernels, then whole models in the remaining time."""
+def run(report: Report, seconds: float, dry: bool, skip: list[str], contexts: str | None = None) -> None:
+    """Time the kernels, then whole models in the remaining time.
+
+    Args:
+        report: receives the rows.
+        seconds: time limit.
+        dry: run tiny sizes on the CPU.
+        skip: formats that are not timed.
+        contexts: lengths of prompts for whole models, joined by commas; all where None.
+    """
     budget, device = Budget(seconds), "cpu" if dry else "cuda"
     common = ["--device", "cpu", "--small"] if dry else []
     kernels = [*common, "--skip", ",".join(skip), *(["--shapes", "256x1"] if dry else [])]
     collect(report, [Part("gpu_speed", kernels)], KERNEL_SHARE * seconds, device)
-    collect(report, [Part("gpu_generate", common, 100.0)], budget.left, device)
+    models = [*common, *([] if contexts is None else ["--contexts", contexts])]
+    collect(report, [Part("gpu_generate", models, 100.0)], budget.left, device)
     report.set(untimed=skip, ratios=list(ratios(report.rows)))
 
 
 def main() -> None:
-    options = arguments(__doc__, SECONDS)
+    parser = script_arguments(__doc__, SECONDS)
+    parser.add_argument("--resume", action="store_true", help="keep the rows of an earlier run of this commit")
+    parser.add_argument("--contexts", help="lengths of prompts for whole models, joined by commas")
+    options = parsed(parser)
     report = Report(options.out / FILE)
-    run(report, options.seconds, options.dry_run, untimed(earlier_checks(options.out)))
+    if options.resume:
+        report.resume("cpu" if options.dry_run else "cuda")
+    run(report, options.seconds, options.dry_run, untimed(earlier_checks(options.out)), options.contexts)
     print_tables(report)
     print(f"{report.record['device']}: {options.out / FILE}")
 

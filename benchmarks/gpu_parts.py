@@ -3,7 +3,7 @@
 
 A part prints its plan, then one JSON object per row, as soon as the row is measured, and stops when its time is up. Where a row
 ends the process, or takes too long, the part starts again after that row. Rows for which no time was left are reported as
-skipped.
+skipped, and rows of an earlier run are not run again.
 """
 
 from __future__ import annotations
@@ -72,6 +72,11 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:200]}"
 
 
+def among(where: Row, rows: Sequence[Row]) -> bool:
+    """Return whether one of the rows has this name."""
+    return any(where.items() <= row.items() for row in rows)
+
+
 def attempt(task: Task) -> Row:
     """Return the row of a task: its figures, or the reason that there are none."""
     try:
@@ -88,7 +93,7 @@ def serve(tasks: Sequence[Task], options: argparse.Namespace) -> None:
     done = json.loads(options.done.read_text()) if options.done else []
     emit({"plan": [task.where for task in tasks]})
     for task in tasks:
-        if task.where in done:
+        if among(task.where, done):
             continue
         if not budget.left:
             return
@@ -145,22 +150,23 @@ class Progress:
     plan: list[Row] = field(default_factory=list)
     """Planned rows."""
     begun: list[Row] = field(default_factory=list)
-    """Begun rows."""
+    """Begun rows, and those of an earlier run."""
     current: Row | None = None
     """Row in progress."""
 
     def rest(self) -> list[Row]:
         """Planned rows that were never begun."""
-        return [where for where in self.plan if where not in self.begun]
+        return [where for where in self.plan if not among(where, self.begun)]
 
 
-def run_parts(parts: Sequence[Part], seconds: float, receive: Callable[[Row], None]) -> None:
+def run_parts(parts: Sequence[Part], seconds: float, receive: Callable[[Row], None], done: Sequence[Row] = ()) -> None:
     """Run parts side by side and pass on their rows as they come, skipped rows last.
 
     Args:
         parts: modules and their arguments.
         seconds: time limit of all parts together.
         receive: called with each row, never by two threads at a time.
+        done: rows of an earlier run.
     """
     budget, lock = Budget(seconds), threading.Lock()
 
@@ -169,7 +175,7 @@ def run_parts(parts: Sequence[Part], seconds: float, receive: Callable[[Row], No
             receive(row)
 
     with ThreadPoolExecutor(len(parts)) as pool:
-        for future in [pool.submit(_run, part, budget, locked) for part in parts]:
+        for future in [pool.submit(_run, part, budget, locked, done) for part in parts]:
             future.result()
 
 
@@ -182,8 +188,8 @@ class Ending:
     """Whether its device was unusable after a row."""
 
 
-def _run(part: Part, budget: Budget, receive: Callable[[Row], None]) -> None:
-    progress = Progress()
+def _run(part: Part, budget: Budget, receive: Callable[[Row], None], done: Sequence[Row]) -> None:
+    progress = Progress(begun=list(done))
     while (ending := _run_process(part, budget, progress, receive)) is not None:
         where, progress.current = progress.current, None
         if where is not None:

@@ -42,6 +42,16 @@ class Report:
         self.record.update(values)
         self._write()
 
+    def resume(self, device: str) -> None:
+        """Keep the measured rows of a file that was written on such a machine with the same commit."""
+        facts = json.loads(json.dumps(machine(device)))
+        if self.out is None or not self.out.is_file():
+            return
+        earlier = json.loads(self.out.read_text())
+        if facts.items() <= earlier.items():
+            rows = [row for row in earlier["rows"] if why_not(row) is None]
+            self.record = {**earlier, "rows": rows}
+
     def add(self, row: Row) -> None:
         """Store one row."""
         self.rows.append(row)
@@ -96,8 +106,8 @@ def output(*command: str) -> str:
     return done.stdout.strip()
 
 
-def arguments(description: str | None, seconds: float) -> argparse.Namespace:
-    """Parse the arguments of a script that measures on a GPU; fail without a GPU."""
+def script_arguments(description: str | None, seconds: float) -> argparse.ArgumentParser:
+    """Return a parser of the arguments that every script takes which measures on a GPU."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the results")
     parser.add_argument(
@@ -107,6 +117,11 @@ def arguments(description: str | None, seconds: float) -> argparse.Namespace:
         help="time limit; rows for which no time is left are reported as skipped",
     )
     parser.add_argument("--dry-run", action="store_true", help="run everything on the CPU with tiny sizes")
+    return parser
+
+
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse the arguments; fail without a GPU, except for a dry run."""
     options = parser.parse_args()
     if not options.dry_run and not torch.cuda.is_available():
         sys.exit("no GPU here; --dry-run exercises everything but the GPU")
@@ -118,7 +133,7 @@ def collect(report: Report, parts: Sequence[Part], seconds: float, device: str) 
     begin = time.monotonic()
     if "device" not in report.record:
         report.set(date=date.today().isoformat(), **machine(device))
-    run_parts(parts, seconds, report.add)
+    run_parts(parts, seconds, report.add, list(report.rows))
     report.set(seconds=report.record.get("seconds", 0.0) + time.monotonic() - begin)
 
 

@@ -259,6 +259,13 @@ def test_a_part_begins_again_behind_a_row_that_crashes(program: Callable[[str], 
     assert rows[3] == {"name": "d", "ms": 1.0}
 
 
+def test_rows_of_an_earlier_run_are_not_run_again(program: Callable[[str], None]) -> None:
+    program(PROGRAM.replace('{"name": name} in done', 'any(row["name"] == name for row in done)'))
+    rows: list[Row] = []
+    run_parts([Part("part")], 60.0, rows.append, done=[{"name": "b", "ms": 2.0}, {"name": "c", "ms": 3.0}])
+    assert rows == [{"name": "a", "ms": 1.0}, {"name": "d", "ms": 1.0}]
+
+
 def test_a_row_that_hangs_is_ended(program: Callable[[str], None]) -> None:
     program(PROGRAM.replace("os.abort()", "time.sleep(60)"))
     rows: list[Row] = []
@@ -292,6 +299,20 @@ def test_rows_that_were_not_begun_are_the_rest() -> None:
 # -- reports --------------------------------------------------------------------------------------------------
 
 
+def test_a_run_goes_on_with_the_measured_rows_of_the_same_machine_and_commit(tmp_path: Path) -> None:
+    earlier = Report(tmp_path / "gpu.json")
+    earlier.set(date="2026-01-01", **gpu_report.machine("cpu"))
+    earlier.add({"name": "a", "ms": 1.0})
+    earlier.add({"name": "b", "skipped": "no time was left"})
+    later = Report(tmp_path / "gpu.json")
+    later.resume("cpu")
+    assert later.rows == [{"name": "a", "ms": 1.0}]
+    earlier.set(commit="another")
+    other = Report(tmp_path / "gpu.json")
+    other.resume("cpu")
+    assert not other.rows
+
+
 def test_the_file_is_whole_after_every_row(tmp_path: Path) -> None:
     report = Report(tmp_path / "new" / "gpu.json")
     report.set(device="one")
@@ -302,7 +323,8 @@ def test_the_file_is_whole_after_every_row(tmp_path: Path) -> None:
 
 
 def parts_of(rows: list[Row]) -> Callable[..., None]:
-    def run(parts: list[Part], seconds: float, receive: Callable[[Row], None]) -> None:
+    def run(parts: list[Part], seconds: float, receive: Callable[[Row], None], done: list[Row]) -> None:
+        assert not done
         del seconds
         for row in rows if len(parts) > 1 or parts[0].module != "gpu_speed" else []:
             receive(row)
@@ -383,7 +405,8 @@ def test_the_second_part_prints_tables(
         {"part": "profile", **at, "name": "none, captured", "wall_ms": 1.5, "device_ms": 1.25, "kernels": []},
     ]  # fmt: skip
 
-    def run(parts: list[Part], seconds: float, receive: Callable[[Row], None]) -> None:
+    def run(parts: list[Part], seconds: float, receive: Callable[[Row], None], done: list[Row]) -> None:
+        assert not done
         assert parts[0].arguments[:3] == ["--device", "cpu", "--small"]
         for row in rows if parts[0].module == "gpu_generate" else []:
             receive(row)
@@ -416,7 +439,7 @@ def test_scripts_refuse_to_begin_without_a_gpu(monkeypatch: pytest.MonkeyPatch) 
 def test_scripts_write_to_their_output_option(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(gpu_report, "run_parts", lambda parts, seconds, receive: receive(case("dense")))
+    monkeypatch.setattr(gpu_report, "run_parts", lambda parts, seconds, receive, done: receive(case("dense")))
     monkeypatch.setattr(sys, "argv", ["script", "--dry-run", "--out", str(tmp_path), "--seconds", "9"])
     with pytest.raises(SystemExit, match="parity failed"):
         gpu_a.main()

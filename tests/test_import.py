@@ -28,7 +28,8 @@ def python(code: str) -> str:
 def test_import_loads_nothing_heavy() -> None:
     heavy = ["torch", "numpy", "transformers", "triton", "rich", "typer", "pydantic", "safetensors", "yaml"]
     assert python(f"import sys, kvpress; print([m for m in {heavy} if m in sys.modules])") == "[]"
-    assert python("import sys, kvpress; print(len([m for m in sys.modules if m.startswith('kvpress')]))") == "1"
+    modules = python("import sys, kvpress; print(*[m for m in sys.modules if m.startswith('kvpress')])").split()
+    assert set(modules) <= {"kvpress", "kvpress._version"}  # an installation writes the second
 
 
 @pytest.mark.parametrize(
@@ -133,7 +134,7 @@ def imports(path: Path) -> set[str]:
 
 
 RANKS = (
-    "env", "signals", "counts", "packages", "kernels", "cache", "observe", "core", "presses", "quant", "sparse",
+    "_version", "env", "signals", "counts", "packages", "kernels", "cache", "observe", "core", "presses", "quant", "sparse",
     "calibrate", "hf", "diffusion", "speculation", "compat", "attention_patch", "utils", "pipeline", "plan", "terminal",
     "doctor", "cli", "testing",
 )  # fmt: skip
