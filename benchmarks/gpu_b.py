@@ -125,7 +125,14 @@ def numbers(row: Row, *names: str) -> list[str]:
     return [f"{row[name]:.2f}" for name in names]
 
 
-def run(report: Report, seconds: float, dry: bool, skip: list[str], contexts: str | None = None) -> None:
+def run(
+    report: Report,
+    seconds: float,
+    dry: bool,
+    skip: list[str],
+    contexts: str | None = None,
+    share: float = KERNEL_SHARE,
+) -> None:
     """Time the kernels, then whole models in the remaining time.
 
     Args:
@@ -134,11 +141,13 @@ def run(report: Report, seconds: float, dry: bool, skip: list[str], contexts: st
         dry: run tiny sizes on the CPU.
         skip: formats that are not timed.
         contexts: lengths of prompts for whole models, joined by commas; all where None.
+        share: part of the time for kernels.
     """
     budget, device = Budget(seconds), "cpu" if dry else "cuda"
     common = ["--device", "cpu", "--small"] if dry else []
     kernels = [*common, "--skip", ",".join(skip), *(["--shapes", "256x1"] if dry else [])]
-    collect(report, [Part("gpu_speed", kernels)], KERNEL_SHARE * seconds, device)
+    if share:
+        collect(report, [Part("gpu_speed", kernels)], share * seconds, device)
     models = [*common, *([] if contexts is None else ["--contexts", contexts])]
     collect(report, [Part("gpu_generate", models, 100.0)], budget.left, device)
     report.set(untimed=skip, ratios=list(ratios(report.rows)))
@@ -148,11 +157,12 @@ def main() -> None:
     parser = script_arguments(__doc__, SECONDS)
     parser.add_argument("--resume", action="store_true", help="keep the rows of an earlier run of this commit")
     parser.add_argument("--contexts", help="lengths of prompts for whole models, joined by commas")
+    parser.add_argument("--share", type=float, default=KERNEL_SHARE, help="part of the time for kernels (%(default)s)")
     options = parsed(parser)
     report = Report(options.out / FILE)
     if options.resume:
         report.resume("cpu" if options.dry_run else "cuda")
-    run(report, options.seconds, options.dry_run, untimed(earlier_checks(options.out)), options.contexts)
+    run(report, options.seconds, options.dry_run, untimed(earlier_checks(options.out)), options.contexts, options.share)
     print_tables(report)
     print(f"{report.record['device']}: {options.out / FILE}")
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from benchmarks.gpu_parts import Row, Task, part_arguments, serve
 from benchmarks.problems import Corrected, Coupled, Dense, Rotated, Streams, Uniform, generator
 from kvpress import kernels
+from kvpress.cache.attention import Logits, attend, flash
 from kvpress.kernels import BITS, CODE_BITS
 from kvpress.kernels.attention import reference as attention_reference
 from kvpress.kernels.mass import reference as mass_reference
@@ -396,6 +397,30 @@ def merge_cases(sizes: Sizes, device: str) -> Iterator[Case]:
         )
 
 
+def flash_cases(sizes: Sizes, device: str) -> Iterator[Case]:
+    """Outputs and log-sum-exp of torch's FlashAttention, which the second reading of a prompt uses."""
+
+    def calls(dim: int, dtype: torch.dtype) -> tuple[Call, Call]:
+        random, logits = generator(device), Logits(dim**-0.5)
+        q, keys, values = (
+            torch.randn(2, 4, length, dim, generator=random, device=device).to(dtype)
+            for length in (300, max(sizes.lengths), max(sizes.lengths))
+        )
+        streams = [tensor.flatten(0, 1) for tensor in (q, keys, values)]
+
+        def ours() -> Results:
+            partial = flash(q, keys, values, logits)
+            if partial is None:
+                raise RuntimeError("torch has no FlashAttention for these tensors")
+            return partial
+
+        return ours, lambda: attend(*(tensor.float() for tensor in streams), logits)
+
+    for dim in sizes.dims:
+        for dtype in (torch.float16, torch.bfloat16):
+            yield Case("flash", f"{str(dtype)[6:]} D{dim}", LIMITS[dtype], lambda d=dim, t=dtype: calls(d, t))
+
+
 def quantise_cases(sizes: Sizes, device: str) -> Iterator[Case]:
     """Codes, scales and zeros must equal those of the reference bit by bit."""
 
@@ -439,6 +464,7 @@ CHECKS: dict[str, Callable[[Sizes, str], Iterator[Case]]] = {
     "pages": page_cases,
     "selection": selection_cases,
     "merge": merge_cases,
+    "flash": flash_cases,
     "quantise": quantise_cases,
 }
 """Checks by name; a format whose check fails is not timed."""

@@ -17,6 +17,8 @@ from kvpress.cache.matmul import multiply
 
 BLOCK_BYTES = 64 * 2**20
 """Maximum bytes of float32 logits in memory at once."""
+FLASH_DIM = 256
+"""Largest head dim of FlashAttention on a GPU."""
 
 Partial = tuple[Tensor, Tensor]
 """(out [N, M, Dv], lse [N, M]), both float32. A part without any visible pair has out 0 and lse -inf."""
@@ -43,6 +45,31 @@ class Logits:
         """Return the logits of float32 `products` q . k of any shape, without log-weights."""
         logits = products * self.scale
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+
+def flash(queries: Tensor, keys: Tensor, values: Tensor, logits: Logits) -> Partial | None:
+    """Attend from every query to every pair by torch's FlashAttention; None where torch has none for such tensors.
+
+    Args:
+        queries: `[B, H, M, D]`.
+        keys: `[B, H, T, D]`, at least one.
+        values: `[B, H, T, D]`.
+        logits: scale; a soft cap gives None.
+
+    Returns:
+        Outputs `[B * H, M, D]` and log-sum-exp `[B * H, M]`.
+    """
+    dim, aten, settings = keys.shape[-1], torch.ops.aten, {"scale": logits.scale}
+    if logits.softcap is not None or values.shape[-1] != dim or not keys.shape[2]:
+        return None
+    tensors = queries.to(keys.dtype), keys, values
+    if keys.device.type == "cpu":
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*tensors, 0.0, False, **settings)
+    elif keys.is_cuda and keys.dtype in (torch.float16, torch.bfloat16) and dim % 8 == 0 and dim <= FLASH_DIM:
+        out, lse = aten._scaled_dot_product_flash_attention(*tensors, 0.0, False, False, **settings)[:2]
+    else:
+        return None
+    return out.flatten(0, 1).float(), lse.flatten(0, 1)
 
 
 def attend(

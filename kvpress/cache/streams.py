@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from kvpress import kernels
 from kvpress.cache.attention import Logits, Partial, group_queries
@@ -54,38 +55,74 @@ class StoredPairs:
 
 @dataclass(frozen=True)
 class StreamPairs:
-    """Some pairs of every stream, flat, stream by stream; the newest of each are those of a pass."""
+    """Some pairs of every stream, those of a pass last; each stream ends at the same column."""
 
     keys: Tensor
-    """Keys `[rows, D]`."""
+    """Keys `[S, width, D]`; columns before the pairs of a stream are not read."""
     values: Tensor
-    """Values `[rows, Dv]`."""
-    lengths: list[int]
-    """Pairs of each stream."""
+    """Values `[S, width, Dv]`."""
+    where: kernels.Ranges
+    """Flat rows of each stream."""
 
     @classmethod
     def of(cls, parts: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> StreamPairs:
         """Copy the pairs of each stream from its parts, `(keys [n, D], values [n, Dv])`."""
-        keys, values = (torch.cat([pair[side] for stream in parts for pair in stream]) for side in (0, 1))
-        return cls(keys, values, [sum(len(keys) for keys, _ in stream) for stream in parts])
+        keys, values = (
+            pad_sequence(
+                [torch.cat([pair[side] for pair in stream]) for stream in parts], batch_first=True, padding_side="left"
+            )
+            for side in (0, 1)
+        )
+        counts = [sum(len(keys) for keys, _ in stream) for stream in parts]
+        return cls(keys, values, ranges(counts, keys.shape[1], keys.device))
 
-    def operands(self) -> tuple[kernels.Rows, kernels.Ranges]:
-        """Return the pairs as operands of kernels."""
-        count = torch.tensor(self.lengths, device=self.keys.device)
-        where = kernels.Ranges(count.cumsum(0) - count, count, longest=max(self.lengths))
-        return kernels.Rows(kernels.Dense(self.keys), kernels.Dense(self.values)), where
+    @classmethod
+    def of_pass(cls, keys: Tensor, values: Tensor, parts: int) -> StreamPairs:
+        """Return the pairs `keys [B, H, parts * m, D]` and `values` of a pass, as one stream for each head and part."""
+        keys, values = (side.unflatten(2, (parts, -1)).flatten(0, 2) for side in (keys, values))
+        return cls(keys, values, ranges([keys.shape[1]] * len(keys), keys.shape[1], keys.device))
 
-    def attend(self, queries: Tensor, logits: Logits, sinks: Tensor | None) -> Partial:
-        """Attend from the `queries [B, Hq, Q, D]` of the pass to its own pairs, causally, and to all others.
+    def rows(self) -> kernels.Rows:
+        """Return the pairs as an operand of kernels, flat."""
+        return kernels.Rows(kernels.Dense(self.keys.flatten(0, 1)), kernels.Dense(self.values.flatten(0, 1)))
+
+    def attend(self, queries: Tensor, logits: Logits, sinks: Tensor | None, parts: int = 1) -> Partial:
+        """Attend from the `queries [B, Hq, parts * m, D]` of each part of a pass to its pairs, causally, and to all others.
+
+        Streams are those of rows, heads and parts, in this order.
 
         Returns:
-            Outputs `[N, G * Q, Dv]` and log-sum-exp `[N, G * Q]`, with the learned sinks.
+            Outputs `[N, G * parts * m, Dv]` and log-sum-exp `[N, G * parts * m]`, with the learned sinks.
         """
-        new, streams = queries.shape[2], len(self.lengths)
+        new = queries.shape[2] // parts
+        heads = len(self.keys) // (len(queries) * parts)
         if sinks is not None:
-            sinks = spread_sinks(sinks, queries, streams)
+            sinks = split_parts(spread_sinks(sinks, queries, len(queries) * heads), parts, new)
         options = kernels.Options(logits.scale, logits.softcap, causal=new, sinks=sinks)
-        return kernels.decode(group_queries(queries, streams // len(queries)), *self.operands(), options)
+        grouped = split_parts(group_queries(queries, heads), parts, new)
+        out, lse = kernels.decode(grouped, self.rows(), self.where, options)
+        return join_parts(out, parts, new), join_parts(lse, parts, new)
+
+
+def ranges(counts: Sequence[int], width: int, device: torch.device) -> kernels.Ranges:
+    """Return the flat rows of streams of `width` columns, of which each fills the last `counts[n]`."""
+    count = torch.tensor(counts)
+    starts = torch.arange(1, len(count) + 1) * width - count
+    return kernels.Ranges(starts.to(device), count.to(device), longest=max(counts))
+
+
+def split_parts(per_query: Tensor, parts: int, new: int) -> Tensor:
+    """Rearrange `[N, G * parts * new, ...]`, of the queries of streams, to `[N * parts, G * new, ...]`."""
+    if parts == 1:
+        return per_query
+    return per_query.unflatten(1, (-1, parts, new)).transpose(1, 2).flatten(2, 3).flatten(0, 1)
+
+
+def join_parts(per_query: Tensor, parts: int, new: int) -> Tensor:
+    """Undo `split_parts`."""
+    if parts == 1:
+        return per_query
+    return per_query.unflatten(1, (-1, new)).unflatten(0, (-1, parts)).transpose(1, 2).flatten(1, 3)
 
 
 def spread_sinks(sinks: Tensor, queries: Tensor, streams: int) -> Tensor:

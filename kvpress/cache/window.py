@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpress import kernels
 from kvpress.cache import memory
-from kvpress.cache.attention import Logits, Partial, attend
+from kvpress.cache.attention import Logits, Partial, attend, flash
 from kvpress.cache.layout import Layout
 from kvpress.cache.segment import DenseSegment
 
@@ -208,6 +208,10 @@ class Window:
 
     def attend(self, queries: Tensor, logits: Logits, new: int, mask: RealTokens | None) -> Partial:
         """Attend from the `new` newest tokens' `queries [N, G * new, D]` to the real tokens, in plain torch."""
+        if new == 1 and queries.shape[1] > kernels.MOST_QUERIES and self.log_weight is None:
+            partial = self._flash(queries, logits, mask)
+            if partial is not None:
+                return partial
         real = None if mask is None else mask.real[:, self.first : self.first + self.length]
         visible = self.visible(queries.shape[1], new, real)
         weight = self.filled_log_weight
@@ -215,6 +219,23 @@ class Window:
         return attend(
             queries, self.filled_keys.flatten(0, 1), self.filled_values.flatten(0, 1), logits, visible, weight
         )
+
+    def _flash(self, queries: Tensor, logits: Logits, mask: RealTokens | None) -> Partial | None:
+        """Attend from `queries [N, M, D]` to the real tokens by FlashAttention; None where that cannot run."""
+        pads = self.pads(mask, self.length)
+        if pads is None or max(pads) >= self.length:
+            return None
+        by_row, keys, values = queries.unflatten(0, self.keys.shape[:2]), self.filled_keys, self.filled_values
+        if not any(pads):
+            return flash(by_row, keys, values, logits)
+        parts = [
+            flash(*(tensor[row : row + 1] for tensor in (by_row, keys[:, :, pad:], values[:, :, pad:])), logits)
+            for row, pad in enumerate(pads)
+        ]
+        known = [part for part in parts if part is not None]
+        if len(known) < len(parts):
+            return None
+        return torch.cat([out for out, _ in known]), torch.cat([lse for _, lse in known])
 
     def as_part(self, queries: Tensor, mask: RealTokens | None) -> kernels.Part | None:
         """Return the real tokens as input of an operator; None where operators do not run."""

@@ -2,8 +2,8 @@
 """Least squares over attention weights: values, or factors, of pairs that bring the outputs of queries close to a target.
 
 The design matrix holds the attention weights of `M` queries on `t` pairs. It is computed once where it fits in
-`attention.BLOCK_BYTES`; a larger one is never stored, and products compute it block by block. `solve` factors the Gram matrix
-of its shorter side.
+`attention.BLOCK_BYTES`, on a GPU in eight times as much; a larger one is never stored, and products compute it block by block.
+`solve` factors the Gram matrix of its shorter side.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ FLOOR = 1e-7
 """Least ridge, as a multiple of the mean diagonal, used even for ridge=0; directions without queries keep their values."""
 LARGEST = 30.0
 """Largest exponent of a weight: keys that a codec decodes badly may exceed the divisor, and their squares must stay finite."""
+GPU_BLOCKS = 8
+"""Blocks of `attention.BLOCK_BYTES` that a design may fill on a GPU."""
 STRIPS = 8
 """Strips of rows in which the lower triangle of a Gram matrix is computed, so that most of the upper one is left out."""
 
@@ -50,7 +52,7 @@ class Design:
     def _stored(self) -> tuple[Tensor, Tensor] | None:
         """Weights `[M, t]` relative to the largest of each query, and the logits `[M]` of those; None if they are too large."""
         queries, pairs = self.shape
-        if not pairs or 4 * queries * pairs > attention.BLOCK_BYTES:
+        if not pairs or 4 * queries * pairs > _block_bytes(self.keys.device):
             return None
         scores = self.logits(self.queries, self.keys, self.log_weight)
         top = scores.amax(dim=1)
@@ -95,7 +97,7 @@ class Design:
         return torch.exp(excess.clamp_max(LARGEST))
 
     def _rows(self) -> list[slice]:
-        return _blocks(*self.shape)
+        return _blocks(*self.shape, self.keys.device)
 
     def by_queries(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield blocks `[m, t]` of rows, with their slice."""
@@ -105,7 +107,7 @@ class Design:
     def by_pairs(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield blocks `[M, m]` of columns, with their slice."""
         queries, pairs = self.shape
-        for columns in _blocks(pairs, queries):
+        for columns in _blocks(pairs, queries, self.keys.device):
             yield columns, self.shares(slice(None), columns)
 
     def apply(self, values: Tensor) -> Tensor:
@@ -170,7 +172,12 @@ def _add_gram(gram: Tensor, shares: Tensor) -> None:
         gram[start:stop, :stop] += shares[:, start:stop].T @ shares[:, :stop]
 
 
-def _blocks(length: int, width: int) -> list[slice]:
-    """Return slices of `length` for which a float32 block of `width` fits in `attention.BLOCK_BYTES`."""
-    step = max(1, attention.BLOCK_BYTES // (4 * max(1, width)))
+def _block_bytes(device: torch.device) -> int:
+    """Return the most bytes of a block of a design."""
+    return attention.BLOCK_BYTES * (1 if device.type == "cpu" else GPU_BLOCKS)
+
+
+def _blocks(length: int, width: int, device: torch.device) -> list[slice]:
+    """Return slices of `length` for which a float32 block of `width` fits in `_block_bytes`."""
+    step = max(1, _block_bytes(device) // (4 * max(1, width)))
     return [slice(start, min(start + step, length)) for start in range(0, length, step)]

@@ -118,6 +118,8 @@ class LayerCall:
     """Attention weights; None where the model does not return them."""
     left: dict[int, int] = field(default_factory=dict)
     """Pairs that the next ratio refers to, by row, where earlier evictions of this prompt have cut the row."""
+    causal: bool = False
+    """Whether the mask of the pass hides later tokens and padding, and nothing else."""
     written: tuple[Tensor, Tensor] | None = None
     """Keys and values `[B, H, Q, D]` that the module wrote to its cache."""
     output: Any = None

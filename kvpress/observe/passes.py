@@ -89,7 +89,10 @@ class PassReader(Protocol):
 
     model: Any
 
-    def read(self, done: Pass, ids: Tensor, watch: Watch | None, nearby: Nearby | None) -> None:
+    def parts(self, done: Pass, tokens: int) -> int:
+        """Return how many texts of `tokens` tokens one pass reads side by side; 0 where it cannot read any so."""
+
+    def read(self, done: Pass, ids: Tensor, watch: Watch | None, nearby: Nearby | None, parts: int) -> None:
         """Read further tokens, then remove them from the cache."""
 
     def read_differentiably(self, done: Pass, ids: Tensor, watch: Watch) -> Tensor:
@@ -154,7 +157,14 @@ class Pass:
         num_ids = 0 if self.ids is None else self.ids.shape[1]
         return min(num_ids, *(call.store.rereadable_tokens for call in self.calls))
 
-    def read(self, ids: Tensor, watch: Watch | None = None, nearby: Nearby | None = None) -> None:
+    def parts(self, tokens: int) -> int:
+        """Return how many texts of `tokens` tokens `read` can read side by side; 0 where it reads only one, unsplit.
+
+        Split passes need layers that store all their pairs here, and masks that are causal.
+        """
+        return self.reader.parts(self, tokens)
+
+    def read(self, ids: Tensor, watch: Watch | None = None, nearby: Nearby | None = None, parts: int = 0) -> None:
         """Read `ids [B, m]`, or embeddings `[B, m, hidden]`, after the cached tokens, then remove them from the cache.
 
         `watch` is called with every layer after its attention.
@@ -162,10 +172,13 @@ class Pass:
         Nothing is observed, evicted, encoded or selected, and no logits are computed. Pad shorter rows on the right, where
         padding changes nothing before it. Windows stay as large as they grew.
 
+        With `parts`, the tokens are that many texts of equal length, each of which is read as if it alone followed the cached
+        tokens, and nothing is written to the cache.
+
         With `nearby`, layers attend only to the pairs that it returns, except layers whose pairs the model stores or reads
         itself, whose cache holds latents, or whose mask is not causal.
         """
-        self.reader.read(self, ids, watch, nearby)
+        self.reader.read(self, ids, watch, nearby, parts)
 
     def read_differentiably(self, ids: Tensor, watch: Watch) -> Tensor:
         """Read `ids [B, m]` after the cached tokens under autograd; return the output `[B, m, hidden]` of the last layer.

@@ -65,12 +65,15 @@ class KVgradPress(KVzipPress):
         check_outputs(model)
         return super().recipe(model)
 
-    def read_chunk(self, prefill: Pass, ids: Tensor, place: Tensor, scores: RepetitionScores) -> None:
+    def parts(self, prefill: Pass) -> int:
+        return 0  # one graph at a time is in memory
+
+    def read_chunks(self, prefill: Pass, ids: Tensor, place: Tensor, scores: RepetitionScores, parts: int) -> None:
         calls: list[LayerCall] = []
         hidden = prefill.read_differentiably(ids, calls.append)
         outputs = [call.output if isinstance(call.output, Tensor) else call.output[0] for call in calls]
         with torch.inference_mode(False), torch.enable_grad():
-            real = torch.arange(ids.shape[1]) < scores.lengths.clone()[:, None]
+            real = torch.arange(ids.shape[1]) < scores.text_lengths.clone()
             objective = (hidden.float().square().sum(dim=-1) * real.to(hidden.device)).sum()
             gradients = torch.autograd.grad(objective, outputs)
         for call, gradient in zip(calls, gradients, strict=True):

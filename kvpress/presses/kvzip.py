@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvpress import kernels
 from kvpress.cache.attention import group_queries
-from kvpress.cache.streams import StoredPairs, StreamPairs, spread_sinks
+from kvpress.cache.streams import StoredPairs, StreamPairs, ranges, split_parts, spread_sinks
 from kvpress.core.checks import Count, Size
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BudgetPress
@@ -115,28 +115,35 @@ class KVzipPress(BudgetPress):
         """Read the prompt again and store the scores of its pairs in the observers of their layers."""
         rows = prefill.rows()
         scores = RepetitionScores(prefill, rows, self.n_sink)
-        first, later, suffix = questions.ids()
-        for start in range(0, max(len(row.tokens) for row in rows), self.chunk_size):
-            stop = start + self.chunk_size
+        opening, later, suffix = questions.ids()
+        starts = range(0, max(len(row.tokens) for row in rows), self.chunk_size)
+        parts = self.parts(prefill)
+        for group in (starts[first : first + max(1, parts)] for first in range(0, len(starts), max(1, parts))):
             texts, places = [], []
             for row in rows:
-                chunk = row.tokens[start:stop]
-                lead = [*later, *row.tokens[start - LEAD : start]] if start else first
-                texts.append([*lead, *suffix, *chunk] if chunk else [])
-                places.append([-1] * (len(texts[-1]) - len(chunk)) + [*range(start, start + len(chunk))])
-            longest = max(map(len, texts))
-            scores.set_chunk(slice(start, stop), [len(text) for text in texts])
+                for start in group:
+                    chunk = row.tokens[start : start + self.chunk_size]
+                    lead = [*later, *row.tokens[start - LEAD : start]] if start else opening
+                    texts.append([*lead, *suffix, *chunk] if chunk else [])
+                    places.append([-1] * (len(texts[-1]) - len(chunk)) + [*range(start, start + len(chunk))])
+            longest, shape = max(map(len, texts)), (len(rows), -1)
+            lengths = torch.tensor([len(text) for text in texts]).view(shape)
+            scores.set_chunks([slice(start, start + self.chunk_size) for start in group], lengths)
             ids = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=prefill.position.device)
             place = torch.tensor([row + [-1] * (longest - len(row)) for row in places])
-
-            self.read_chunk(prefill, ids, place, scores)
+            self.read_chunks(prefill, ids.view(shape), place.view(shape), scores, len(group) if parts else 0)
         for call in prefill.calls:
-            set_worth(call, prefill.mask, scores.values[call.layer.index])
+            set_worth(call, prefill.mask, scores.of_layer(call.layer.index))
 
-    def read_chunk(self, prefill: Pass, ids: Tensor, place: Tensor, scores: RepetitionScores) -> None:
-        """Read `ids [B, m]`, an instruction and a chunk of the prompt, after the prompt, and store the scores of the chunk.
+    def parts(self, prefill: Pass) -> int:
+        """Return how many chunks one pass reads side by side; 0 where it reads one, unsplit."""
+        return prefill.parts(self.chunk_size)
 
-        `place [B, m]` is the index of each token in the prompt, -1 for the instruction and for padding.
+    def read_chunks(self, prefill: Pass, ids: Tensor, place: Tensor, scores: RepetitionScores, parts: int) -> None:
+        """Read chunks of the prompt, each behind its instruction and directly after the prompt, and store their scores.
+
+        `ids [B, parts * m]` are the texts, as `parts` of `Pass.read`. `place [B, parts * m]` is the index of each token in the
+        prompt, -1 for instructions and for padding.
         """
 
         def watch(call: LayerCall) -> None:
@@ -144,11 +151,11 @@ class KVzipPress(BudgetPress):
             scores.take_in(call, call.hidden_states.float().norm(dim=-1) if plus else None)
             add_repeated_queries(call, place)
 
-        prefill.read(ids, watch, scores.nearby if self.reads == "chunk" else None)
+        prefill.read(ids, watch, scores.nearby if self.reads == "chunk" else None, parts)
 
 
 def add_repeated_queries(call: LayerCall, place: Tensor) -> None:
-    """Add the queries of a repeated prompt to the observers of a layer that sample them; `place [B, m]` as in `read_chunk`."""
+    """Add the queries of a repeated prompt to the observers of a layer that sample them; `place [B, m]` as in `read_chunks`."""
     for observer in call.store.observers.values():
         if isinstance(observer, SampledQueries) and observer.repeated:
             observer.add(call, place)
@@ -273,65 +280,129 @@ def _answer_header(tokenizer: Any) -> str:
     return str(chat.partition(mark)[2])
 
 
-_Gathered = tuple[StreamPairs, list[tuple[int, int, int]]]
-"""Pairs of every stream that a layer is scored by, and the ranks of its sinks and of its chunk."""
+@dataclass(frozen=True)
+class _Gathered:
+    """Pairs that the chunks of a pass are scored by, with the place of their scores; streams are rows, heads, parts."""
+
+    pairs: StreamPairs
+    """Sinks, pairs of the chunk and those of the pass, of every stream."""
+    columns: Tensor
+    """Flat columns of `pairs` that get scores."""
+    ranks: Tensor
+    """Where in the flat scores of the layer these scores belong."""
 
 
 class RepetitionScores:
-    """Scores of all stored pairs, `values[layer][n] [pairs]` for stream n; infinite for pairs that were not read again."""
+    """Scores of all stored pairs; infinite for pairs that were not read again."""
 
     def __init__(self, prefill: Pass, rows: list[ReadRow], n_sink: int) -> None:
         self.rows, self.n_sink = rows, n_sink
-        self.values: dict[int, list[Tensor]] = {}
+        self.lengths: dict[int, list[int]] = {}
+        """Pairs of every stream, by layer."""
+        self.flat: dict[int, Tensor] = {}
+        """Scores of the pairs of all streams, by layer."""
         self.outputs: dict[int, Tensor] = {}
-        """Weights of output projections by layer, kept until the prompt is read."""
+        """Gram matrices of output projections by layer, kept until the prompt is read."""
         self.gathered: dict[int, _Gathered] = {}
         """Pairs that layers have attended to, until they are scored."""
         for call in prefill.calls:
-            self.values[call.layer.index] = [
-                torch.full((len(slots),), torch.inf, device=call.queries.device)
-                for slots in StoredPairs(call.store, prefill.mask).slots
-            ]
+            index, stored = call.layer.index, StoredPairs(call.store, prefill.mask)
+            self.lengths[index] = [len(slots) for slots in stored.slots]
+            self.flat[index] = torch.full((sum(self.lengths[index]),), torch.inf, device=call.queries.device)
 
-    def set_chunk(self, tokens: slice, lengths: list[int]) -> None:
-        """Set the tokens of each row that the next pass repeats, and the length of each row of that pass without padding."""
-        self.spans = [row.slots[tokens] for row in self.rows]
-        self.lengths = torch.tensor(lengths)
+    def of_layer(self, index: int) -> list[Tensor]:
+        """Return the scores `[n] [pairs]` of the streams of a layer."""
+        return list(self.flat[index].split(self.lengths[index]))
+
+    def set_chunks(self, chunks: list[slice], lengths: Tensor) -> None:
+        """Set the tokens of each row that the parts of the next pass repeat, and the tokens `[B, parts]` of its texts."""
+        self.spans = [[row.slots[chunk] for chunk in chunks] for row in self.rows]
+        self.text_lengths = lengths
+        self.dense: dict[tuple[Any, ...], _Columns] = {}
 
     def nearby(self, call: LayerCall) -> StreamPairs:
         """Return the sinks, the pairs of the chunk and those of the pass, which the layer attends to and is scored by."""
         gathered = self.gathered[call.layer.index] = self._gather(call)
-        return gathered[0]
+        return gathered.pairs
 
     def take_in(self, call: LayerCall, divisor: Tensor | None = None) -> None:
-        """Store the scores that one layer's queries give to the pairs of the chunk.
+        """Store the scores that one layer's queries give to the pairs of the chunks.
 
-        With a `divisor [B, m]` of each query, attention weights are divided by it, and multiplied by the norms of the values
-        after the output projection. The pass's own pairs are in the store, or else, if it was read under autograd, in
-        `call.written`.
+        With a `divisor [B, Q]` of each query, attention weights are divided by it, and multiplied by the norms of the values
+        after the output projection.
         """
         gathered = self.gathered.pop(call.layer.index, None)
         lse = None if gathered is None else call.lse
-        pairs, spans = self._gather(call) if gathered is None else gathered
-        weights = self._weights(call, pairs, divisor, lse).split(pairs.lengths)
-        for scores, weight, (sinks, start, stop) in zip(self.values[call.layer.index], weights, spans, strict=True):
-            scores[start:stop] = weight[sinks : sinks + stop - start]
+        gathered = self._gather(call) if gathered is None else gathered
+        weights = self._weights(call, gathered.pairs, divisor, lse)
+        self.flat[call.layer.index][gathered.ranks] = weights[gathered.columns]
 
     def _gather(self, call: LayerCall) -> _Gathered:
-        """Return, for every stream, the sinks, the pairs of the chunk and those of the pass, with the ranks of `_span`."""
-        store, new = call.store, call.queries.shape[2]
-        stored, is_stored = StoredPairs(store, call.tokens.mask), store.seen > call.tokens.seen_before
-        spans = [self._span(slots, n // store.heads) for n, slots in enumerate(stored.slots)]
-        parts = []
-        for n, (sinks, start, stop) in enumerate(spans):
-            length = len(stored.slots[n])
-            own = stored.read(n, length - new, length) if is_stored else _written(call, n)
-            parts.append([*stored.read(n, 0, sinks), *stored.read(n, start, stop), *own])
-        return StreamPairs.of(parts), spans
+        store, parts = call.store, self.text_lengths.shape[1]
+        assert call.written is not None  # noqa: S101 - for type checkers
+        own = [tensor.detach().unflatten(2, (parts, -1)) for tensor in call.written]
+        stored = StoredPairs(store, call.tokens.mask)
+        if store.sealed:
+            return self._gather_by_stream(call, stored, own)
+        key = store.window.first, store.heads, store.seen, own[0].device, own[0].shape[3]
+        if key not in self.dense:
+            self.dense[key] = self._columns(call, stored, own[0].shape[3])
+        columns = self.dense[key]
+        rows, heads = (torch.arange(count, device=own[0].device) for count in (store.batch, store.heads))
+        where = rows[:, None, None, None], heads[:, None, None], columns.stored[:, None]
+        keys, values = (
+            torch.cat([side[where], new], dim=3).flatten(0, 2)
+            for side, new in zip((store.window.keys, store.window.values), own, strict=True)
+        )
+        return _Gathered(StreamPairs(keys, values, columns.where), columns.scored, columns.ranks)
 
-    def _span(self, slots: Tensor, row: int) -> tuple[int, int, int]:
-        """Return the ranks where a stream's sinks end, and where its pairs of the chunk begin and end."""
-        span, sinks = self.spans[row], self.rows[row].real[: self.n_sink]
+    def _columns(self, call: LayerCall, stored: StoredPairs, new: int) -> _Columns:
+        """Return what layers without sealed pairs read in this pass; `new` is the length of a part."""
+        store, device, parts = call.store, call.queries.device, self.text_lengths.shape[1]
+        spans = [self._spans(stored.slots[row * store.heads], row) for row in range(store.batch)]
+        width = max(sinks + stop - start for row in spans for sinks, start, stop in row)
+        columns = torch.zeros(store.batch, parts, width, dtype=torch.int64)
+        for row, of_row in enumerate(spans):
+            slots = stored.slots[row * store.heads] - store.window.first
+            for part, (sinks, start, stop) in enumerate(of_row):
+                columns[row, part, width - (sinks + stop - start) :] = torch.cat([slots[:sinks], slots[start:stop]])
+        streams = [span for row in spans for _ in range(store.heads) for span in row]
+        scored, ranks = self._places(call, streams, width + new, new)
+        counts = [sinks + stop - start + new for sinks, start, stop in streams]
+        return _Columns(columns.to(device), ranges(counts, width + new, device), scored, ranks)
+
+    def _gather_by_stream(self, call: LayerCall, stored: StoredPairs, own: list[Tensor]) -> _Gathered:
+        """Return the pairs of a layer some of which are sealed, so that streams store different pairs."""
+        streams, spans = [], []
+        keys, values = (side.flatten(0, 1) for side in own)
+        for n, slots in enumerate(stored.slots):
+            for part, span in enumerate(self._spans(slots, n // call.store.heads)):
+                sinks, start, stop = span
+                read = [*stored.read(n, 0, sinks), *stored.read(n, start, stop)]
+                streams.append([*read, (keys[n, part], values[n, part])])
+                spans.append(span)
+        pairs = StreamPairs.of(streams)
+        return _Gathered(pairs, *self._places(call, spans, pairs.keys.shape[1], keys.shape[2]))
+
+    def _places(
+        self, call: LayerCall, spans: list[tuple[int, int, int]], width: int, new: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the flat columns of pairs of the chunks, and the ranks of their scores in those of the layer."""
+        parts, lengths = self.text_lengths.shape[1], self.lengths[call.layer.index]
+        first = torch.tensor([0, *lengths]).cumsum(0).tolist()
+        columns, ranks = [], []
+        for n, (_, start, stop) in enumerate(spans):
+            end = (n + 1) * width - new
+            columns.append(torch.arange(end - (stop - start), end))
+            ranks.append(torch.arange(start, stop) + first[n // parts])
+        return torch.cat(columns).to(call.queries.device), torch.cat(ranks).to(call.queries.device)
+
+    def _spans(self, slots: Tensor, row: int) -> list[tuple[int, int, int]]:
+        """Return, for each part, the ranks where a stream's sinks end, and where its pairs of the chunk begin and end."""
+        return [self._span(slots, row, span) for span in self.spans[row]]
+
+    def _span(self, slots: Tensor, row: int, span: Tensor) -> tuple[int, int, int]:
+        sinks = self.rows[row].real[: self.n_sink]
         if not len(span):
             return 0, 0, 0
         edges = torch.stack([sinks[-1] + 1 if len(sinks) else span[0] * 0, span[0], span[-1] + 1])
@@ -339,52 +410,64 @@ class RepetitionScores:
         return last, max(last, start), max(last, stop)
 
     def _weights(self, call: LayerCall, pairs: StreamPairs, divisor: Tensor | None, lse: Tensor | None) -> Tensor:
-        """Return the scores `[rows]` of flat pairs; `lse [N, G * Q]` is that of the queries, None where it is not known."""
-        store, new = call.store, call.queries.shape[2]
+        """Return the scores of flat pairs; `lse [N, G * Q]` is that of the queries, None where it is not known."""
+        store, parts = call.store, self.text_lengths.shape[1]
         queries = group_queries(call.queries, store.heads)
-        streams, groups = len(pairs.lengths), queries.shape[1] // new
-        real = (torch.arange(new) < self.lengths[:, None]).to(pairs.keys.device, torch.float32)
+        streams, groups, new = len(queries), queries.shape[1] // call.queries.shape[2], call.queries.shape[2] // parts
+        real = torch.arange(new) < self.text_lengths[:, :, None]
 
         def spread(per_token: Tensor) -> Tensor:
-            """Repeat `[B, new]` for all query heads, as `[N, G * new]`."""
-            return per_token[:, None].expand(-1, store.heads * groups, -1).reshape(streams, -1)
+            """Repeat `[B, parts * new]` for all query heads, as `[N * parts, G * new]`."""
+            per_head = per_token[:, None].expand(-1, store.heads * groups, -1).reshape(streams, -1)
+            return split_parts(per_head, parts, new)
 
-        rows, where = pairs.operands()
+        queries = split_parts(queries, parts, new)
+        lse = None if lse is None else split_parts(lse, parts, new)
+        rows, where = pairs.rows(), pairs.where
         options = kernels.Options(call.logits.scale, call.logits.softcap, causal=new)
-        sinks = None if call.sinks is None else spread_sinks(call.sinks, call.queries, streams)
+        sinks = None if call.sinks is None else split_parts(spread_sinks(call.sinks, call.queries, streams), parts, new)
         with_sinks = replace(options, sinks=sinks)
+        weight = spread(real.flatten(1).to(queries.device, torch.float32))
         if divisor is None:
             exact = with_sinks if lse is None else options
-            return kernels.column_max(queries, rows, where, exact, lse=lse, query_weight=spread(real))
+            return kernels.column_max(queries, rows, where, exact, lse=lse, query_weight=weight)
         lse = kernels.decode(queries, rows, where, with_sinks)[1] if lse is None else lse
-        lse = lse + spread(divisor.log())
-        keys, values, layer = pairs.keys, pairs.values, call.layer
-        weights = torch.zeros(len(keys), device=keys.device)
-        if layer.index not in self.outputs:
-            self.outputs[layer.index] = output_weight(layer.module, store.heads, values, groups)
-        outputs = self.outputs[layer.index]
+        lse, values = lse + spread(divisor.log()), pairs.values.unflatten(0, (-1, store.heads, parts))
+        largest = torch.zeros(pairs.keys.shape[:2].numel(), device=queries.device)
         for g in range(groups):
             columns = slice(g * new, (g + 1) * new)
-            largest = kernels.column_max(
-                queries[:, columns], rows, where, options, lse=lse[:, columns], query_weight=spread(real)[:, columns]
+            received = kernels.column_max(
+                queries[:, columns], rows, where, options, lse=lse[:, columns], query_weight=weight[:, columns]
             )
-            norms = [
-                _projected_norms(outputs, stream, (n % store.heads) * groups + g)
-                for n, stream in enumerate(values.split(pairs.lengths))
-            ]
-            weights = torch.maximum(weights, largest * torch.cat(norms))
-        return weights
+            norms = output_norms_by_head(self._gram(call, values, groups)[:, g], values)
+            largest = torch.maximum(largest, received * norms.flatten())
+        return largest
+
+    def _gram(self, call: LayerCall, values: Tensor, groups: int) -> Tensor:
+        """Return the Gram matrices `[H, G, Dv, Dv]` of the output projection of every query head, float32."""
+        index, heads = call.layer.index, call.store.heads
+        if index not in self.outputs:
+            weight = output_weight(call.layer.module, heads, values, groups).float()
+            by_head = weight.unflatten(1, (heads, groups, -1)).permute(1, 2, 0, 3)
+            self.outputs[index] = by_head.mT @ by_head
+        return self.outputs[index]
 
 
-def _written(call: LayerCall, stream: int) -> list[tuple[Tensor, Tensor]]:
-    """Return the new pairs `(keys [m, D], values [m, Dv])` of a stream that a pass did not store."""
-    assert call.written is not None  # noqa: S101 - for type checkers
-    keys, values = (tensor.detach().flatten(0, 1)[stream] for tensor in call.written)
-    return [(keys, values)]
+@dataclass(frozen=True)
+class _Columns:
+    """What a pass reads in every layer without sealed pairs."""
+
+    stored: Tensor
+    """Columns of the window `[B, parts, n]`, those of shorter streams last."""
+    where: kernels.Ranges
+    """Flat rows of the gathered pairs of every stream."""
+    scored: Tensor
+    """As `_Gathered.columns`."""
+    ranks: Tensor
+    """As `_Gathered.ranks`."""
 
 
-def _projected_norms(weight: Tensor, values: Tensor, head: int) -> Tensor:
-    """Return the norms `[n]` of `values [n, Dv]` after the output projection `weight [hidden, Hq * Dv]` of one query head."""
-    weight = weight[:, head * values.shape[1] : (head + 1) * values.shape[1]]
-    norms: Tensor = (values.float() @ weight.float().T).norm(dim=-1)
-    return norms
+def output_norms_by_head(gram: Tensor, values: Tensor) -> Tensor:
+    """Return the norms `[B, H, parts, n]` of `values [B, H, parts, n, Dv]` after projections with `gram [H, Dv, Dv]`."""
+    values = values.float()
+    return ((values @ gram[:, None]) * values).sum(dim=-1).clamp_min(0).sqrt()

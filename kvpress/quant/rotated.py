@@ -22,6 +22,8 @@ from kvpress.quant.bits import Bits
 from kvpress.quant.hadamard import hadamard
 from kvpress.quant.press import QuantisingPress
 
+GPU_BLOCK_ROWS = 16 * BLOCK_ROWS
+"""Rows that are encoded at a time on a GPU, whose kernels are small otherwise."""
 ROUNDS = 3
 """Rounds that fit codes and steps to each other; one more round changes the error by less than 1%."""
 
@@ -108,7 +110,8 @@ class SteppedRows(Held):
         """
         basis, top_code = hadamard(side.shape[1], side.device), 2**bits - 1
         codes, steps = [], []
-        for rows, row_stream in zip(side.split(BLOCK_ROWS), stream.split(BLOCK_ROWS), strict=True):
+        block = BLOCK_ROWS if side.device.type == "cpu" else GPU_BLOCK_ROWS
+        for rows, row_stream in zip(side.split(block), stream.split(block), strict=True):
             y = (rows.float() - centre[row_stream].float()) @ basis
             step = (y.norm(dim=1, keepdim=True) * (gaussian_step(bits) / y.shape[1] ** 0.5)).clamp_min(1e-30)
             for _ in range(ROUNDS):

@@ -15,9 +15,12 @@ from transformers import DynamicCache
 import kvpress
 from kvpress import KVzipPress
 from kvpress.cache.streams import StreamPairs
+from kvpress.hf.session.rereading import DecoderReader
 from kvpress.kernels import Rows
 from kvpress.presses import kvzip
+from kvpress.testing.models import random_model
 from kvpress.testing.oracle import decode_both
+from tests import models
 from tests.caches import generate, positions, prefill
 from tests.models import full_layers, grow, padded_batch, position_ids, tiny_model, tokens
 
@@ -155,19 +158,67 @@ def test_the_cost_of_reading_chunks_is_that_of_their_pairs(monkeypatch: pytest.M
     """Also in later turns, whose earlier pairs are encoded."""
     model, read = tiny_model("llama"), []
     attend = StreamPairs.attend
-    monkeypatch.setattr(
-        StreamPairs, "attend", lambda pairs, *rest: read.append(set(pairs.lengths)) or attend(pairs, *rest)
-    )
+
+    def recording(pairs: StreamPairs, *rest: Any) -> Any:
+        read.append(set(pairs.where.lengths.tolist()))
+        return attend(pairs, *rest)
+
+    monkeypatch.setattr(StreamPairs, "attend", recording)
     press = "kvzip:0.5,n_sink=3,chunk_size=16,repeat_prompt=,reads=chunk + kivi:bits=8,group_size=4,residual_length=0"
     cache = DynamicCache(config=model.config)
     with kvpress.get_press(press)(model):
         for seed in (1, 2):
             model(tokens(1, 48, seed=seed), past_key_values=cache)
     layers = len(full_layers(model))
-    assert (
-        read
-        == [{16 + 16}] * layers + [{3 + 16 + 24}] * 2 * layers + [{3 + 16 + 16}] * layers + [{3 + 16 + 24}] * 2 * layers
-    )
+    # Three chunks of 16 tokens are read side by side; the first text is padded to the 24 tokens of the others.
+    assert read == [{16 + 24, 3 + 16 + 24}] * layers + [{3 + 16 + 24}] * layers
+
+
+@pytest.mark.parametrize("reads", ["prompt", "chunk"])
+@pytest.mark.parametrize("plus", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt_oss", "cohere", "smollm3"])
+def test_chunks_that_are_read_side_by_side_are_scored_as_if_read_alone(
+    family: str, plus: bool, reads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With padding, learned sinks, soft caps, and in a later turn, whose earlier pairs are encoded."""
+    if family in ("gemma2", "gpt_oss"):
+        layers: dict[str, Any] = {"layer_types": ["full_attention"] * 3}
+        model = random_model(family, "eager", 0, **{**models.FAMILIES[family], **layers})
+    else:
+        model = tiny_model(family, "eager")
+    ids, mask = padded_batch([50, 37])
+    spec = f"kvzip:0.5,n_sink=3,chunk_size=16,repeat_prompt=,kvzip_plus_normalization={str(plus).lower()},reads={reads}"
+    scores: list[list[Tensor]] = []
+
+    def recorded(call: Any, real: Any, values: list[Tensor]) -> None:
+        scores[-1] += [value.clone() for value in values]
+        store_worth(call, real, values)
+
+    store_worth = kvzip.set_worth
+    monkeypatch.setattr(kvzip, "set_worth", recorded)
+
+    def run() -> None:
+        scores.append([])
+        cache = DynamicCache(config=model.config)
+        with kvpress.get_press(f"{spec} + kivi:bits=8,group_size=4,residual_length=0")(model):
+            model(ids, attention_mask=mask, past_key_values=cache)
+            grown = torch.cat([mask, mask.new_ones(2, 40)], dim=1)
+            model(tokens(2, 40, seed=5), attention_mask=grown, past_key_values=cache)
+
+    parts_of, parts = DecoderReader.parts, []
+
+    def counted(reader: DecoderReader, done: Any, length: int) -> int:
+        parts.append(parts_of(reader, done, length))
+        return parts[-1]
+
+    monkeypatch.setattr(DecoderReader, "parts", counted)
+    run()
+    assert parts == [64, 64]
+    monkeypatch.setattr(DecoderReader, "parts", lambda reader, done, length: 0)
+    run()
+    assert len(scores[0]) == len(scores[1]) > 0
+    for side_by_side, alone in zip(*scores, strict=True):
+        torch.testing.assert_close(side_by_side, alone, atol=1e-5, rtol=1e-4)
 
 
 def test_plus_normalisation() -> None:
@@ -309,8 +360,8 @@ def test_recorded_scores_are_counted_and_dropped_where_turns_do_not_need_them() 
     assert recorded == [4 * 64 * 6, 0]
 
 
-@pytest.mark.parametrize("chunk", [16, 2048])
-def test_refit_takes_its_queries_from_the_repetition(chunk: int) -> None:
+@pytest.mark.parametrize(("chunk", "repeated"), [(16, 3 * (kvzip.LEAD + 16)), (2048, LENGTH)])
+def test_refit_takes_its_queries_from_the_repetition(chunk: int, repeated: int) -> None:
     """The prompt is read twice in all, and values are fitted to the queries of the repeated tokens."""
     model, ids = tiny_model("llama"), tokens(1, LENGTH)
     lengths: list[int] = []
@@ -325,7 +376,7 @@ def test_refit_takes_its_queries_from_the_repetition(chunk: int) -> None:
     ):
         model(ids, use_cache=True)
     hook.remove()
-    assert sum(lengths) == LENGTH + LENGTH + kvzip.LEAD * ((LENGTH - 1) // chunk)
+    assert lengths == [LENGTH, repeated]
     other = prefill(model, kvpress.get_press("refit(kvzip:0.5,repeat_prompt=):queries=prefill,ridge=1"), ids)
     stores = [[layer.store.dense.values for layer in cache.layers] for cache in (session.cache, other)]
     assert not all(
@@ -339,7 +390,7 @@ def test_bfloat16() -> None:
     assert sum(len(h) for layer in kvpress.kept_positions(cache) for h in layer[0]) == 3 * LENGTH
 
 
-def test_scoring_holds_a_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scoring_holds_the_chunks_of_one_pass_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
     column_max = kvzip.kernels.column_max
 
@@ -348,9 +399,9 @@ def test_scoring_holds_a_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
         return column_max(q, stored, *args, **kwargs)
 
     monkeypatch.setattr(kvzip.kernels, "column_max", measured, raising=False)
-    prefill(tiny_model("llama"), KVzipPress(0.5, chunk_size=32, repeat_prompt=""), tokens(1, 500))
-    assert len(rows) == 3 * 16
-    assert max(rows) <= 2 * (4 + 32 + kvzip.LEAD + 32)
+    prefill(tiny_model("llama"), KVzipPress(0.5, chunk_size=256, repeat_prompt=""), tokens(1, 1500))
+    assert len(rows) == 3 * 2  # 1500 tokens are six chunks, of which a pass reads four
+    assert max(rows) == 2 * 4 * (4 + 256 + kvzip.LEAD + 256)
 
 
 def test_the_tokenizer_beside_a_model_is_found() -> None:

@@ -18,12 +18,14 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvpress.cache.attention import Logits, ungroup
+from kvpress import kernels
+from kvpress.cache.attention import Logits, Partial, ungroup
 from kvpress.cache.readout import dense_pairs, why_unreadable
+from kvpress.cache.streams import StreamPairs
 from kvpress.cache.window import RealTokens
 from kvpress.hf.attention.differentiable import attend_with_graph
 from kvpress.hf.models import CACHE
-from kvpress.hf.session.requests import Request, generated_behind, here
+from kvpress.hf.session.requests import Forward, Request, generated_behind, here
 from kvpress.observe.call import LayerCall, rotary_parts
 
 NAME = "kvpress"
@@ -229,7 +231,7 @@ def attention(
     query = _in_order(query, key, plan.tiles)
     call.queries = query
     call.logits = logits_of(query, scaling, kwargs)
-    call.sinks = kwargs.get("s_aux")
+    call.sinks, call.causal = kwargs.get("s_aux"), _is_causal(attention_mask)
     if static is not None:
         real = static.real_tokens
     else:
@@ -258,8 +260,8 @@ def attention(
             visible = native(keys.shape[2])
             run = native_attention(module)
             result, _ = run(module, native_query, keys, values, visible, scaling=scaling, dropout=dropout, **kwargs)
-    elif forward.nearby is not None and call.layer.expand is None and _is_causal(attention_mask):
-        out, call.lse = forward.nearby(call).attend(query, call.logits, call.sinks)
+    elif forward.parts or (forward.nearby is not None and call.layer.expand is None and call.causal):
+        out, call.lse = _attend_parts(call, query, real, forward)
         result = _out_of_order(ungroup(out, query.shape[0], query.shape[1]).to(query.dtype), key, plan.tiles)
     elif reads_store or pattern is not None:
         reader = None if rereads or not reads_store else plan.reader(call)
@@ -281,6 +283,15 @@ def attention(
         settings = {"scaling": scaling, "dropout": dropout, **kwargs}
         return result, _weights(module, call, native_query, key, plan.tiles, attention_mask, settings)
     return result, call.attentions
+
+
+def _attend_parts(call: LayerCall, query: Tensor, real: RealTokens | None, forward: Forward) -> Partial:
+    """Attend from every text of a pass, `query [B, Hq, Q, D]`, to stored pairs and to itself; see `Pass.read`."""
+    parts = max(1, forward.parts)
+    if forward.nearby is not None:
+        return forward.nearby(call).attend(query, call.logits, call.sinks, parts)
+    own = StreamPairs.of_pass(*call.written, parts).attend(query, call.logits, None, parts)  # type: ignore[misc]
+    return kernels.merge([own, call.store.attend(query, call.logits, real, call.sinks, causal=False)])
 
 
 def _weights(

@@ -88,6 +88,8 @@ class Forward:
     """Receiver of the calls while the session itself reads behind a cache."""
     nearby: Nearby | None = None
     """Pairs that layers attend to, if not to all."""
+    parts: int = 0
+    """Number of texts of equal length that are read side by side, as in `Pass.read`; 0 for one that is written to the cache."""
     differentiable: bool = False
     """Whether the pass is part of an autograd graph, so that the cache must not change."""
     static: Any = None

@@ -17,6 +17,9 @@ from kvpress.hf.session.requests import Forward, as_pass, here
 from kvpress.hf.session.token_dropping import decoder_layers
 from kvpress.observe.passes import Nearby, Pass, Watch
 
+SIDE_BY_SIDE = 1024
+"""Most tokens of a pass over several short texts."""
+
 
 class DecoderReader:
     """Decoder of a session, for presses that act on whole passes; see `kvpress.observe.passes.Pass`."""
@@ -25,7 +28,14 @@ class DecoderReader:
         self.session = session
         self.model = session.model
 
-    def read(self, done: Pass, ids: Tensor, watch: Watch | None, nearby: Nearby | None) -> None:
+    def parts(self, done: Pass, tokens: int) -> int:
+        """Return how many texts of `tokens` tokens one pass reads side by side; 0 where it cannot read any so."""
+        session, layers = self.session, done.cache.layers
+        plain = all(type(layer) is PressLayer for layer in layers) and not (session.lends or session.reads_itself)
+        causal = all(call.causal and call.layer.expand is None for call in done.calls)
+        return max(1, SIDE_BY_SIDE // tokens) if plain and causal and len(done.calls) == len(layers) else 0
+
+    def read(self, done: Pass, ids: Tensor, watch: Watch | None, nearby: Nearby | None, parts: int) -> None:
         """Read `ids [B, m]`, or embeddings `[B, m, hidden]`, after the cache of a pass, then remove their pairs."""
         other_layers = [
             (layer, _copied(layer.__dict__)) for layer in done.cache.layers if type(layer) is not PressLayer
@@ -35,8 +45,9 @@ class DecoderReader:
         ]
         try:
             with torch.no_grad():
-                positions = done.position + torch.arange(ids.shape[1], device=done.position.device)
-                forward = Forward(self.session, watch=watch or (lambda call: None), nearby=nearby)
+                behind = torch.arange(ids.shape[1] // max(1, parts), device=done.position.device)
+                positions = done.position + behind.repeat(max(1, parts))
+                forward = Forward(self.session, watch=watch or (lambda call: None), nearby=nearby, parts=parts)
                 self._run(done, ids, positions, forward)
         finally:
             for store, seen, length, side in stores:

@@ -274,7 +274,7 @@ class Session(BaseSession):
         length = hidden.shape[1] if hidden is not None else 1
         if forward.request is not None and forward.request.takes_back and forward.request.is_of(cache):
             layer.record_past = True
-        layer.static, layer.read_only = forward.static is not None, forward.differentiable
+        layer.static, layer.read_only = forward.static is not None, forward.differentiable or forward.parts > 0
         layer.columns, layer.latent = self.reads_itself, plan.layer.expand is not None
         seen_before = layer.get_seq_length() - (length if layer.static else 0)
         candidates = layer.record_past and seen_before > 0
