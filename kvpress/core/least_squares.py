@@ -25,7 +25,7 @@ LARGEST = 30.0
 GPU_BLOCKS = 8
 """Blocks of `attention.BLOCK_BYTES` that a design may fill on a GPU."""
 STRIPS = 8
-"""Strips of rows in which the lower triangle of a Gram matrix is computed, so that most of the upper one is left out."""
+"""Strips of rows in which the lower triangle of a Gram matrix is computed on a CPU; most of the upper one is left out."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,10 @@ class Design:
 
 
 def _add_gram(gram: Tensor, shares: Tensor) -> None:
-    """Add `shares.T @ shares` to a square matrix; entries right of the diagonal's strips are left out."""
+    """Add `shares.T @ shares` to a square matrix; on a CPU, entries right of the diagonal's strips are left out."""
+    if gram.device.type != "cpu":  # a strip would not fill the multiprocessors
+        gram += shares.T @ shares
+        return
     step = -(-len(gram) // STRIPS)
     for start in range(0, len(gram), max(1, step)):
         stop = min(start + step, len(gram))

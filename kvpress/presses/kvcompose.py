@@ -44,9 +44,10 @@ class KVComposePress(BudgetPress):
         s[h, t]  = agg_group over the query heads of the group of a[g, t]
         c[l, j]  = agg_head over the heads of the layer of the j-th largest s[h, t]
 
-    The best composites (l, j) of all layers stay. If n of them are in a layer, each head of the layer keeps its n best pairs,
-    of any tokens. So the heads of a layer are equally long, and layers share the budget. Without `structured`, all pairs of
-    all layers compete by s, and heads differ in length. `agg_task`, `agg_group` and `agg_head` are "max" or "mean".
+    The best composites (l, j) of all layers stay; where another press has made heads differ in length, short heads have no pair
+    in some. If n of them are in a layer, each head of the layer keeps its n best pairs, of any tokens. So the heads of a layer
+    are equally long, and layers share the budget. Without `structured`, all pairs of all layers compete by s, and heads differ
+    in length. `agg_task`, `agg_group` and `agg_head` are "max" or "mean".
     `add_v_norm` multiplies s by the norm of the value; `add_mean_across_heads` then adds the mean of all heads of the layer.
     `keep_token_lower_bound` is the least number of pairs that a head keeps. The prompt is read again in chunks of `chunk_size`
     tokens, each after the whole prompt, and their pairs are removed again.
@@ -217,8 +218,12 @@ class Slots(Allocator):
         scores = [self._sorted_scores(items) for items in layers]  # [b, h or 1, n] for each layer
         for layer_scores in scores:
             layer_scores[..., : self.minimum] = torch.inf
-        total = mean * sum(layer_scores.shape[1] for layer_scores in scores)
-        mask = top(torch.cat([layer_scores.flatten(1) for layer_scores in scores], dim=1), total)
+        flat = torch.cat([layer_scores.flatten(1) for layer_scores in scores], dim=1)
+        lengths = {item.view.length for item in scored}
+        if self.structured and len(lengths) > 1:
+            mask = self._within(flat, layers, mean)
+        else:
+            mask = top(flat, mean * sum(layer_scores.shape[1] for layer_scores in scores))
         masks = mask.split([layer_scores[0].numel() for layer_scores in scores], dim=1)
         counts: list[int | Tensor] = []
         for items, layer_scores, layer_mask in zip(layers, scores, masks, strict=True):
@@ -228,6 +233,17 @@ class Slots(Allocator):
                 counts.append(count.expand(view.shape[:2]).clamp_max(view.length))
                 first += view.shape[1]
         return counts
+
+    def _within(self, flat: Tensor, layers: Sequence[Sequence[Scored]], mean: int) -> Tensor:
+        """Mark the best composites `[b, composites]` that `mean` pairs per head pay for; ends of long heads have few pairs."""
+        sizes = []
+        for items in layers:
+            ranks = torch.arange(max(item.view.length for item in items), device=flat.device)
+            sizes.append(sum((ranks < item.view.length) * item.view.shape[1] for item in items))
+        pairs = mean * sum(item.view.shape[1] for items in layers for item in items)
+        order = flat.argsort(dim=1, descending=True, stable=True)
+        paid = torch.cat(sizes)[order].cumsum(dim=1) <= pairs
+        return torch.zeros_like(paid).scatter_(1, order, paid)
 
     def _sorted_scores(self, items: Sequence[Scored]) -> Tensor:
         """Return the scores of a layer in descending order: `[b, h, n]` of heads, or `[b, 1, n]` of composites."""
@@ -239,4 +255,8 @@ class Slots(Allocator):
         heads = torch.cat(padded, dim=1)
         if not self.structured:
             return heads
-        return heads.amax(dim=1, keepdim=True) if self.agg_head == "max" else heads.mean(dim=1, keepdim=True)
+        if self.agg_head == "max":
+            return heads.amax(dim=1, keepdim=True)
+        missing = heads.isneginf()
+        composites = heads.masked_fill(missing, 0.0).sum(dim=1, keepdim=True) / (~missing).sum(dim=1, keepdim=True)
+        return composites.cummin(dim=2).values  # where heads have different lengths, fewer and better ones may follow

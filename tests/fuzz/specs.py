@@ -359,13 +359,24 @@ def _judged(item: Any) -> Any:
     return _judged(item["press"]) if item["name"] == "dms" else {name: _judged(value) for name, value in item.items()}
 
 
+def evicts_generated(tree: Tree) -> bool:
+    """Whether a press of the spec evicts while tokens are generated."""
+    return any(step.acts_in("decode") for step in kvpress.press_from_dict(tree).recipe().evictions)
+
+
+def corrects(tree: Tree) -> bool:
+    """Whether a selector of the spec reads generated tokens again."""
+    return any(part.get("correction") for part in parts_of(tree))
+
+
 def selects_all(tree: Tree) -> Tree:
     """Return the spec with a selector that may read everything.
 
-    A selector that corrects tokens reads them again, with fewer pairs if some were evicted since: correction is off there.
+    A selector that corrects tokens reads them again, with fewer pairs if some were evicted since, and with other ones if some
+    were encoded: correction is off there.
     """
-    evictions = kvpress.press_from_dict(tree).recipe().evictions
-    settings = {"correction": 0} if any(step.acts_in("decode") for step in evictions) else {}
+    encoded = any(place_of(part) == "codec" for part in parts_of(tree))
+    settings = {"correction": 0} if encoded or evicts_generated(tree) else {}
     return changed(tree, {"budget": EVERYTHING, "p": 1.0, **settings}, "selector")
 
 

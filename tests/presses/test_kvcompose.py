@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 import kvpress
 from tests.caches import prefill
@@ -100,3 +101,19 @@ def test_arguments_are_in_the_order_of_nvidia_kvpress() -> None:
     assert kvpress.get_press("kvcompose:0.5") == kvpress.KVComposePress(compression_ratio=0.5)
     with pytest.raises(ValueError, match="agg_task must be 'max' or 'mean', got 'sum'"):
         kvpress.KVComposePress(agg_task="sum")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("aggregate", ["mean", "max"])
+def test_heads_of_different_lengths_keep_the_budget(aggregate: str) -> None:
+    """In the second turn behind `critical_adakv`, the longest heads have composites that short heads are not part of."""
+    model, _ = kvpress.load_model("reference")
+    press = f"critical_adakv(kvcompose:0.5,agg_task=mean,agg_head={aggregate},add_v_norm=true,chunk_size=16)"
+    for seed in (2, 5, 10):
+        cache = DynamicCache()
+        with kvpress.get_press(press)(model):
+            for turn, length in enumerate((40, 37)):
+                model(tokens(1, length, seed=3 * seed + turn), past_key_values=cache)
+        kept = [len(head) for layer in kvpress.kept_positions(cache) for head in layer[0]]
+        budget = len(kept) * (77 // 2)
+        assert len(set(kept)) > 2
+        assert budget - 1 <= sum(kept) <= budget  # a composite of two pairs may be one too many
