@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpress.cache.codec import Codec, DenseCodec, Sealing
+from kvpress.cache.common import CommonSegment
 from kvpress.cache.layout import Layout
 from kvpress.cache.mixed import Flags, MixedSegment, by_format
 from kvpress.cache.report import format_bytes
@@ -264,9 +265,10 @@ class FittingCodec(Codec):
 
     def gathered(self, segments: Sequence[Segment]) -> list[Segment]:
         parts = super().gathered(segments)
-        encoded = [part for part in parts if not isinstance(part, DenseSegment)]
+        apart = DenseSegment, CommonSegment  # rows that share pairs, as beams do, go on sharing them
+        encoded = [part for part in parts if not isinstance(part, apart)]
         if any(isinstance(part, MixedSegment) for part in encoded):
-            parts = [*(part for part in parts if isinstance(part, DenseSegment)), by_format(encoded)]
+            parts = [*(part for part in parts if isinstance(part, apart)), by_format(encoded)]
         return parts
 
     def pair_bytes(self, dim: int, dtype: torch.dtype) -> float:

@@ -282,6 +282,29 @@ def test_every_row_of_a_batch_keeps_the_size() -> None:
             assert lengths_held(stores, row) == lengths_held(alone, 0)
 
 
+def test_beams_go_on_sharing_pairs_of_several_widths() -> None:
+    """Rows of three widths, repeated as beams, then cut, joined and reordered: each is as its row without beams."""
+    model, (ids, mask) = tiny_model("qwen3"), padded_batch([90, 61, 23])
+    turns = [tokens(3, 37, seed=1), tokens(3, 5, seed=2)]
+
+    def read(copies: int, chosen: list[int]) -> tuple[torch.Tensor, Any]:
+        cache, seen = DynamicCache(config=model.config), mask
+        with kvpress.get_press("budgeted(expected_attention):bytes=30000")(model):
+            model(ids, attention_mask=seen, past_key_values=cache)
+            cache.batch_repeat_interleave(copies)
+            seen = grow(seen.repeat_interleave(copies, dim=0), 37)
+            model(turns[0].repeat_interleave(copies, dim=0), attention_mask=seen, past_key_values=cache)
+            cache.batch_select_indices(torch.tensor(chosen))
+            seen, new = grow(seen[chosen], 5), turns[1].repeat_interleave(copies, dim=0)[chosen]
+            return model(new, attention_mask=seen, past_key_values=cache).logits, kvpress.kept_positions(cache)
+
+    (logits, kept), (_, alone) = read(3, [0, 0, 1, 4, 4, 5]), read(1, [0, 1, 2])
+    torch.testing.assert_close(logits[[0, 0, 3, 3]], logits[[1, 2, 4, 5]], atol=1e-5, rtol=1e-5)
+    for layer, alone_layer in zip(kept, alone, strict=True):
+        for row, heads in enumerate(layer):
+            assert all(map(torch.equal, heads, alone_layer[row // 3]))
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3_text", "gpt_oss", "glm4"])
 def test_every_family_is_cut_to_size(family: str) -> None:
     model = tiny_model(family, "eager" if family == "gpt_oss" else "sdpa")
