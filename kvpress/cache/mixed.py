@@ -14,6 +14,7 @@ from torch import Tensor
 from kvpress import kernels
 from kvpress.cache.attention import Logits, Partial, merge
 from kvpress.cache.layout import Layout, interleave
+from kvpress.cache.offset import common_offset
 from kvpress.cache.segment import OfStreams, Segment
 from kvpress.cache.storage import Axis, RowChoice, own, part
 
@@ -186,7 +187,9 @@ def by_format(segments: Sequence[Segment]) -> Segment:
     kinds: list[list[Segment]] = []
     numbers = [torch.zeros(segment.layout.total, dtype=torch.int64, device=segment.device) for segment in segments]
     for segment, number in zip(segments, numbers, strict=True):
-        for rows, plain in _plain_parts(segment):
+        for rows, part_of_kind in _plain_parts(segment):
+            plain = copy.copy(part_of_kind)
+            plain.key_offset = None  # the joined segment has one for all pairs
             n = next((n for n, kind in enumerate(kinds) if kind[0].joinable(plain)), len(kinds))
             if n == len(kinds):
                 kinds.append([])
@@ -199,6 +202,7 @@ def by_format(segments: Sequence[Segment]) -> Segment:
     for name in set().union(*(segment.side for segment in segments)):
         joined.side[name] = torch.cat([segment.side_array(name) for segment in segments])[order]
     joined._set_slots(torch.cat([segment.slots() for segment in segments])[order])
+    joined.key_offset = common_offset([(segment.layout, segment.key_offset) for segment in segments])
     joined.put(segments[0].tier)
     return joined
 

@@ -12,6 +12,7 @@ mean costs precision of the codes only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, TypeAlias
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kvpress import kernels
+from kvpress.cache.layout import Layout
 from kvpress.cache.rotation import KeyRotation, Placed
 from kvpress.cache.storage import Held, derived, part, per_layer, per_pair, per_stream
 
@@ -77,6 +79,23 @@ class KeyOffset(Held):
     def of_rows(self, segment: Placed, rows: Tensor) -> Tensor:
         """Return the offset of the keys in some `rows [n]` of a segment, float32 `[n, D]`."""
         return self.operand(segment).rows(segment.layout.streams_of(rows), rows)
+
+
+def common_offset(parts: Sequence[tuple[Layout, KeyOffset | None]]) -> KeyOffset | None:
+    """Return the offset of segments in one, from the layout and the offset of each, oldest first; None if none has any.
+
+    The first pairs of a stream decide about its centre, which is 0 if their segment has no offset.
+    """
+    offsets = [offset for _, offset in parts if offset is not None]
+    if not offsets:
+        return None
+    centre, unset = torch.zeros_like(offsets[-1].centre), set(range(len(offsets[-1].centre)))
+    for layout, offset in parts:
+        begun = sorted(n for n in unset if layout.lengths[n])
+        if offset is not None:
+            centre[begun] = offset.centre[begun]
+        unset.difference_update(begun)
+    return replace(offsets[-1], centre=centre)
 
 
 def positions_of(segment: Placed, pads: Tensor | None) -> Tensor:

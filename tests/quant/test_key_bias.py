@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 import kvpress
 from benchmarks.key_bias import Exact, with_bias
@@ -20,7 +21,7 @@ from kvpress.cache.segment import survivors
 from kvpress.cache.store import KVStore
 from kvpress.core.registry import entries
 from kvpress.testing.oracle import decode_both
-from tests.models import tiny_model, tokens
+from tests.models import grow, padded_batch, position_ids, tiny_model, tokens
 
 ROWS, HEADS, PAIRS, DIM = 2, 2, 288, 64
 KEY, BIAS, QUERY = 5.0, 50.0, 8.0
@@ -242,3 +243,22 @@ def loud() -> Exact:
 )
 def test_the_reference_model_answers_as_with_its_full_cache(spec: str, loud: Exact) -> None:
     assert loud.divergence(spec) < 0.02
+
+
+def test_biases_stay_with_pairs_of_several_widths() -> None:
+    """In the third turn, pairs of all turns of two rows, which have different widths, are joined."""
+    model, (ids, mask) = biased("qwen2"), padded_batch([86, 5])
+    turns = [ids, *(tokens(2, new, seed=new) for new in (5, 5, 12, 1))]
+
+    def logits(row: slice, padding: int = 0) -> torch.Tensor:
+        cache, seen = DynamicCache(config=model.config), mask[row, padding:]
+        with kvpress.get_press("budgeted(knorm):bytes=30000")(model):
+            for turn, new in enumerate(turns):
+                new, seen = (new[row], grow(seen, new.shape[1])) if turn else (new[row, padding:], seen)
+                at = position_ids(seen)[:, -new.shape[1] :]
+                output = model(new, attention_mask=seen, position_ids=at, past_key_values=cache)
+        return output.logits[:, 0]
+
+    batch, alone = logits(slice(0, 2)), [logits(slice(0, 1)), logits(slice(1, 2), padding=81)]
+    for row in (0, 1):
+        assert (batch[row] - alone[row][0]).norm() < 0.01 * batch[row].norm()  # some codes lie at the edge of rounding
