@@ -19,7 +19,7 @@ BETWEEN_LAYERS = {"cake", "pyramidkv", "kvzip", "kvgrad", "fastkvzip", "kvcompos
 DECIDING = {"simlayerkv", "lukv", "budgeted", "frontier"}
 """The number of kept pairs depends on the data, on a file, or on bytes."""
 PROTECTED = 16
-"""Prompts of fewer tokens may be kept whole: sinks and windows of all methods, as drawn here, are shorter."""
+"""Prompts of fewer tokens, or what another press has left of them, may be kept whole: sinks and windows of all methods, as drawn here, are shorter."""
 
 
 @dataclass
@@ -81,7 +81,7 @@ def expected_pairs(tree: Tree, events: Sequence[Event], layer: int) -> Expected 
             budget = seen
             for press in removing:
                 share = _of_prompt(press, budget, layer)
-                if share is None:
+                if share is None or (budget < seen and budget <= PROTECTED):
                     return None
                 cuts.append(Cut(press, seen, stored, share))
                 budget = share
