@@ -406,7 +406,6 @@ def flash_cases(sizes: Sizes, device: str) -> Iterator[Case]:
             torch.randn(2, 4, length, dim, generator=random, device=device).to(dtype)
             for length in (300, max(sizes.lengths), max(sizes.lengths))
         )
-        streams = [tensor.flatten(0, 1) for tensor in (q, keys, values)]
 
         def ours() -> Results:
             partial = flash(q, keys, values, logits)
@@ -414,7 +413,8 @@ def flash_cases(sizes: Sizes, device: str) -> Iterator[Case]:
                 raise RuntimeError("torch has no FlashAttention for these tensors")
             return partial
 
-        return ours, lambda: attend(*(tensor.float() for tensor in streams), logits)
+        queries, flat_keys, flat_values = (tensor.float().flatten(0, 1) for tensor in (q, keys, values))
+        return ours, lambda: attend(queries, flat_keys, flat_values, logits)
 
     for dim in sizes.dims:
         for dtype in (torch.float16, torch.bfloat16):

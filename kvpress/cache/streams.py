@@ -115,14 +115,16 @@ def split_parts(per_query: Tensor, parts: int, new: int) -> Tensor:
     """Rearrange `[N, G * parts * new, ...]`, of the queries of streams, to `[N * parts, G * new, ...]`."""
     if parts == 1:
         return per_query
-    return per_query.unflatten(1, (-1, parts, new)).transpose(1, 2).flatten(2, 3).flatten(0, 1)
+    by_part: Tensor = per_query.unflatten(1, (-1, parts, new)).transpose(1, 2)
+    return by_part.flatten(2, 3).flatten(0, 1)
 
 
 def join_parts(per_query: Tensor, parts: int, new: int) -> Tensor:
     """Undo `split_parts`."""
     if parts == 1:
         return per_query
-    return per_query.unflatten(1, (-1, new)).unflatten(0, (-1, parts)).transpose(1, 2).flatten(1, 3)
+    by_group: Tensor = per_query.unflatten(1, (-1, new)).unflatten(0, (-1, parts)).transpose(1, 2)
+    return by_group.flatten(1, 3)
 
 
 def spread_sinks(sinks: Tensor, queries: Tensor, streams: int) -> Tensor:

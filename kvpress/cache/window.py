@@ -229,7 +229,7 @@ class Window:
         if not any(pads):
             return flash(by_row, keys, values, logits)
         parts = [
-            flash(*(tensor[row : row + 1] for tensor in (by_row, keys[:, :, pad:], values[:, :, pad:])), logits)
+            flash(by_row[row : row + 1], keys[row : row + 1, :, pad:], values[row : row + 1, :, pad:], logits)
             for row, pad in enumerate(pads)
         ]
         known = [part for part in parts if part is not None]

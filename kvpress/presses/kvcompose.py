@@ -239,7 +239,8 @@ class Slots(Allocator):
         sizes = []
         for items in layers:
             ranks = torch.arange(max(item.view.length for item in items), device=flat.device)
-            sizes.append(sum((ranks < item.view.length) * item.view.shape[1] for item in items))
+            heads = [(ranks < item.view.length) * item.view.shape[1] for item in items]
+            sizes.append(torch.stack(heads).sum(dim=0))
         pairs = mean * sum(item.view.shape[1] for items in layers for item in items)
         order = flat.argsort(dim=1, descending=True, stable=True)
         paid = torch.cat(sizes)[order].cumsum(dim=1) <= pairs

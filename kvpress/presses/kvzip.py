@@ -357,7 +357,7 @@ class RepetitionScores:
         return _Gathered(StreamPairs(keys, values, columns.where), columns.scored, columns.ranks)
 
     def _columns(self, call: LayerCall, stored: StoredPairs, new: int) -> _Columns:
-        """Return what layers without sealed pairs read in this pass; `new` is the length of a part."""
+        """Return the pairs that this pass gathers from layers without sealed pairs; `new` is the length of a part."""
         store, device, parts = call.store, call.queries.device, self.text_lengths.shape[1]
         spans = [self._spans(stored.slots[row * store.heads], row) for row in range(store.batch)]
         width = max(sinks + stop - start for row in spans for sinks, start, stop in row)
@@ -455,7 +455,7 @@ class RepetitionScores:
 
 @dataclass(frozen=True)
 class _Columns:
-    """What a pass reads in every layer without sealed pairs."""
+    """Pairs that a pass gathers from every layer without sealed pairs."""
 
     stored: Tensor
     """Columns of the window `[B, parts, n]`, those of shorter streams last."""

@@ -19,7 +19,10 @@ BETWEEN_LAYERS = {"cake", "pyramidkv", "kvzip", "kvgrad", "fastkvzip", "kvcompos
 DECIDING = {"simlayerkv", "lukv", "budgeted", "frontier"}
 """The number of kept pairs depends on the data, on a file, or on bytes."""
 PROTECTED = 16
-"""Prompts of fewer tokens, or what another press has left of them, may be kept whole: sinks and windows of all methods, as drawn here, are shorter."""
+"""Prompts of fewer tokens, or what another press has left of them, may be kept whole.
+
+Sinks and windows of all methods, as drawn here, are shorter.
+"""
 
 
 @dataclass

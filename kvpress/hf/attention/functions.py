@@ -290,7 +290,9 @@ def _attend_parts(call: LayerCall, query: Tensor, real: RealTokens | None, forwa
     parts = max(1, forward.parts)
     if forward.nearby is not None:
         return forward.nearby(call).attend(query, call.logits, call.sinks, parts)
-    own = StreamPairs.of_pass(*call.written, parts).attend(query, call.logits, None, parts)  # type: ignore[misc]
+    assert call.written is not None  # noqa: S101 - for type checkers
+    keys, values = call.written
+    own = StreamPairs.of_pass(keys, values, parts).attend(query, call.logits, None, parts)
     return kernels.merge([own, call.store.attend(query, call.logits, real, call.sinks, causal=False)])
 
 
