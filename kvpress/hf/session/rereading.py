@@ -17,8 +17,8 @@ from kvpress.hf.session.requests import Forward, as_pass, here
 from kvpress.hf.session.token_dropping import decoder_layers
 from kvpress.observe.passes import Nearby, Pass, Watch
 
-SIDE_BY_SIDE = 1024
-"""Most tokens of a pass over several short texts."""
+SIDE_BY_SIDE, SIDE_BY_SIDE_ON_GPU = 1024, 4096
+"""Most tokens of a pass over several short texts; a GPU waits for the host where passes are short."""
 
 
 class DecoderReader:
@@ -33,7 +33,8 @@ class DecoderReader:
         session, layers = self.session, done.cache.layers
         plain = all(type(layer) is PressLayer for layer in layers) and not (session.lends or session.reads_itself)
         causal = all(call.causal and call.layer.expand is None for call in done.calls)
-        return max(1, SIDE_BY_SIDE // tokens) if plain and causal and len(done.calls) == len(layers) else 0
+        most = SIDE_BY_SIDE if done.position.device.type == "cpu" else SIDE_BY_SIDE_ON_GPU
+        return max(1, most // tokens) if plain and causal and len(done.calls) == len(layers) else 0
 
     def read(self, done: Pass, ids: Tensor, watch: Watch | None, nearby: Nearby | None, parts: int) -> None:
         """Read `ids [B, m]`, or embeddings `[B, m, hidden]`, after the cache of a pass, then remove their pairs."""
