@@ -118,6 +118,15 @@ class Attended(ABC):
             read_as = vars(self)["_read_as"] = self._tables(), {}
         return read_as[1]
 
+    def drop_stale_operands(self) -> None:
+        """Free cached operands that refer to tables which have been replaced by larger ones."""
+        read_as = vars(self).get("_read_as")
+        if read_as is not None and read_as[0] is not self._tables():
+            vars(self)["_read_as"] = None
+        for inner in vars(self).values():
+            if isinstance(inner, Attended):
+                inner.drop_stale_operands()
+
     def _tables(self) -> Tensor | None:
         """Return the tensor of an operand that can change without setting an attribute of the segment."""
         return None

@@ -394,6 +394,8 @@ class KVStore(Rollback):
         if turn:
             self.segments = codec.gathered(self.segments)
         self._join_tail()
+        for part in self.sealed:
+            part.drop_stale_operands()
 
     def _due_rows(self, codec: Codec, wait: bool) -> list[bool]:
         """Return for every row whether `settle` looks for full tiles now."""

@@ -87,7 +87,7 @@ class Executor:
         store = call.store
         if call.phase == "decode":
             store.count_generated(store.seen - call.tokens.seen_before)
-        elif _is_later_turn(call):
+        elif _ends_later_turn(call):
             if self.steps["decode"]:
                 call.keep_store(call.tokens.seen_before)
             store.count_generated(1)
@@ -210,9 +210,10 @@ class Executor:
         return target, view.seen
 
 
-def _is_later_turn(call: LayerCall) -> bool:
-    """Whether a pass ends a turn that follows the first prompt."""
-    return call.phase == "prefill" and call.tokens.prompt_start > 0
+def _ends_later_turn(call: LayerCall) -> bool:
+    """Whether a pass ends a turn that follows the first prompt; chunks of a prompt, though compressed as turns, are one."""
+    start, end = call.tokens.around_chunk or (call.tokens.prompt_start, 0)
+    return call.phase == "prefill" and start > 0 and call.store.seen >= end
 
 
 def _due_rows(call: LayerCall, step: Eviction) -> list[int]:
@@ -221,11 +222,12 @@ def _due_rows(call: LayerCall, step: Eviction) -> list[int]:
     A row is due every `every` tokens, and after a turn that alone is as long as its target. Padding does not count.
     """
     store, target = call.store, step.schedule.target
-    if call.phase == "prefill" and not _is_later_turn(call):
+    if call.phase == "prefill" and not _ends_later_turn(call):
         return []
     is_due = [count >= (step.schedule.every or 0) for count in store.since_eviction]
     if call.phase == "prefill" and target is not None:
-        seen, new = _real_tokens(call, 0), _real_tokens(call, call.tokens.prompt_start)
+        start, _ = call.tokens.around_chunk or (call.tokens.prompt_start, 0)
+        seen, new = _real_tokens(call, 0), _real_tokens(call, start)
         is_due = [due or n >= max(1, target.of(m)) for due, n, m in zip(is_due, new, seen, strict=True)]
     return [row for row, due in enumerate(is_due) if due]
 

@@ -36,6 +36,8 @@ class NewTokens:
     """Tokens seen before the prompt or turn that this pass belongs to."""
     prompt_end: int = 0
     """Tokens seen at the end of a prompt that is read in several passes; 0 for other passes."""
+    around_chunk: tuple[int, int] | None = None
+    """Tokens seen before and after the prompt whose chunks are turns, if the pass reads such a chunk."""
     chunk: int | None = None
     """Tokens of a prompt between two evictions while it is read; None for a single eviction at its end."""
     candidates: bool = False

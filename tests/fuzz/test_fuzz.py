@@ -75,12 +75,15 @@ LOST = (
     "compression_interval=5,target_size=14",
     "family=qwen2 rows=even check=repeat seed=21445 :: attention_matching:budget=30,tokens=32,ridge=1.0 + "
     "think:key_channel_compression_ratio=0.5,window_size=8",
+    "family=reference rows=one turns=long check=repeat seed=643477 :: block(keydiff:budget=18):block_size=5 + "
+    "gear_l:group_size=8,backbone=kcvt,buffer_length=4,residual_length=8",
+    "rows=one check=beside seed=220968 :: decoding(knorm:0.5):compression_interval=3,target_size=20",
 )
 
 
-@pytest.mark.parametrize("text", LOST, ids=["refit", "rewrite", "keys that outweigh"])
+@pytest.mark.parametrize("text", LOST, ids=["refit", "rewrite", "keys that outweigh", "old tables", "chunks"])
 def test_cases_that_once_failed(text: str) -> None:
-    """Layers that lose all their pairs, and keys that a codec decodes badly."""
+    """Layers that lose all their pairs, keys that a codec decodes badly, bytes of replaced tables, chunks that are turns."""
     assert run(Case.parse(text)) == []
 
 

@@ -107,6 +107,17 @@ def test_rows_are_compressed_as_alone(spec: str, family: str) -> None:
         assert [[[i - pad for i in head] for head in layer[row]] for layer in together] == [layer[0] for layer in alone]
 
 
+def test_a_press_for_generated_tokens_leaves_the_chunks_of_a_prompt_alone() -> None:
+    """A later prompt in chunks is one turn for it: it evicts once, at the end."""
+    model, cache, kept = tiny_model("llama"), DynamicCache(), []
+    press = kvpress.get_press("frontier:bytes=1GB,chunk=40 + decoding(knorm):compression_interval=1000,target_size=60")
+    with press(model):
+        for seed, length in enumerate((100, 90)):
+            model(tokens(1, length, seed=seed), past_key_values=cache)
+            kept.append({len(head) for layer in kvpress.kept_positions(cache) for head in layer[0]})
+    assert kept == [{100}, {60}]
+
+
 def test_later_turns_follow() -> None:
     model, ids = tiny_model("llama"), tokens(1, 300)
     press = kvpress.get_press("frontier:smaller=6,chunk=100")

@@ -67,7 +67,7 @@ class ChunkedForward:
         request.last_chunk_end = until if self.as_turns else 0
         if not before:
             request.prompt_start = seen
-        begin = request.prompt_start
+        begin = request.first_chunk_start = request.prompt_start
         try:
             return self._read(arguments, [0, *cuts, tokens.shape[1]], seen, request)
         finally:

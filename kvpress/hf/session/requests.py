@@ -48,7 +48,9 @@ class Request:
     last_chunk_end: int = 0
     """Length of a prompt whose chunks are turns, while it is read; else 0."""
     prompt_start: int = 0
-    """Tokens that the cache had seen before the call."""
+    """Tokens that the cache had seen before the call, or before the current chunk where each is a turn."""
+    first_chunk_start: int = 0
+    """Tokens that the cache had seen before a prompt whose chunks are turns, while it is read."""
     takes_back: bool = False
     """Whether tokens behind the prompt may be taken back, so that the cache records its changes."""
     prompt: Tensor | None = None
@@ -171,6 +173,13 @@ class Forward:
         """Return `prompt_end`, of the whole prompt where its chunks are turns."""
         end = self.prompt_end(cache)
         return max(end, self.request.last_chunk_end) if end and self.request is not None else end
+
+    def around_chunk(self, cache: Cache) -> tuple[int, int] | None:
+        """Return the tokens seen before and after a prompt whose chunks are turns; None for other prompts."""
+        request = self.request
+        if request is None or not request.last_chunk_end or not self.prompt_end(cache):
+            return None
+        return request.first_chunk_start, request.last_chunk_end
 
     def copies(self, cache: Cache) -> int:
         """Return the number of consecutive rows with the same prompt."""

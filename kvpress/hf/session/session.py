@@ -300,6 +300,7 @@ class Session(BaseSession):
             mask=forward.mask,
             prompt_start=forward.request.prompt_start if prompt_end and forward.request is not None else seen_before,
             prompt_end=prompt_end,
+            around_chunk=forward.around_chunk(cache),
             chunk=None if self.recipe.chunks_are_turns else self.executor.chunk,
             candidates=candidates,
             copies=forward.copies(cache),
