@@ -8,8 +8,8 @@ Times of tokens exclude the first few, which capture graphs. Mean and 99th perce
 hides. The baseline without compression is transformers' static cache with a compiled decode step.
 
 Largest batches repeat the compressed cache of one prompt, which waits in host memory between tries, so that the memory of a
-prefill of the batch does not count. `rows`
-is the largest batch that was decoded; `failed_at` is the smallest batch that was tried and did not fit.
+prefill of the batch does not count. `rows` is the largest batch that was decoded; `failed_at` is the smallest batch that was
+tried and did not fit.
 """
 
 from __future__ import annotations

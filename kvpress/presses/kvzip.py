@@ -341,12 +341,11 @@ class RepetitionScores:
         store, parts = call.store, self.text_lengths.shape[1]
         assert call.written is not None  # noqa: S101 - for type checkers
         own = [tensor.detach().unflatten(2, (parts, -1)) for tensor in call.written]
-        stored = StoredPairs(store, call.tokens.mask)
         if store.sealed:
-            return self._gather_by_stream(call, stored, own)
+            return self._gather_by_stream(call, StoredPairs(store, call.tokens.mask), own)
         key = store.window.first, store.heads, store.seen, own[0].device, own[0].shape[3]
         if key not in self.dense:
-            self.dense[key] = self._columns(call, stored, own[0].shape[3])
+            self.dense[key] = self._columns(call, StoredPairs(store, call.tokens.mask), own[0].shape[3])
         columns = self.dense[key]
         rows, heads = (torch.arange(count, device=own[0].device) for count in (store.batch, store.heads))
         where = rows[:, None, None, None], heads[:, None, None], columns.stored[:, None]
@@ -432,14 +431,15 @@ class RepetitionScores:
             exact = with_sinks if lse is None else options
             return kernels.column_max(queries, rows, where, exact, lse=lse, query_weight=weight)
         lse = kernels.decode(queries, rows, where, with_sinks)[1] if lse is None else lse
-        lse, values = lse + spread(divisor.log()), pairs.values.unflatten(0, (-1, store.heads, parts))
+        lse, values = lse + spread(divisor.log()), pairs.values.unflatten(0, (-1, store.heads, parts)).float()
+        gram = self._gram(call, pairs.values, groups)
         largest = torch.zeros(pairs.keys.shape[:2].numel(), device=queries.device)
         for g in range(groups):
             columns = slice(g * new, (g + 1) * new)
             received = kernels.column_max(
                 queries[:, columns], rows, where, options, lse=lse[:, columns], query_weight=weight[:, columns]
             )
-            norms = output_norms_by_head(self._gram(call, values, groups)[:, g], values)
+            norms = output_norms_by_head(gram[:, g], values)
             largest = torch.maximum(largest, received * norms.flatten())
         return largest
 
@@ -468,6 +468,5 @@ class _Columns:
 
 
 def output_norms_by_head(gram: Tensor, values: Tensor) -> Tensor:
-    """Return the norms `[B, H, parts, n]` of `values [B, H, parts, n, Dv]` after projections with `gram [H, Dv, Dv]`."""
-    values = values.float()
+    """Return norms `[B, H, parts, n]` of float32 `values [B, H, parts, n, Dv]` after projections with `gram [H, Dv, Dv]`."""
     return ((values @ gram[:, None]) * values).sum(dim=-1).clamp_min(0).sqrt()
