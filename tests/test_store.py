@@ -240,11 +240,11 @@ def test_hidden_pairs_are_marked_where_the_layer_is() -> None:
     assert store._hidden(sealed, torch.ones(1, 3, dtype=torch.bool)).device.type == "meta"
 
 
-@pytest.mark.parametrize(("group", "interval"), [(32, 256), (96, 288), (512, 512)])
-def test_a_gpu_seals_generated_tokens_in_larger_blocks(group: int, interval: int) -> None:
+@pytest.mark.parametrize(("group", "gpu", "cpu"), [(16, 256, 64), (32, 256, 64), (96, 288, 96), (512, 512, 512)])
+def test_generated_tokens_are_sealed_in_larger_blocks(group: int, gpu: int, cpu: int) -> None:
     codec = DenseCodec(group, 0)
-    assert codec.interval(torch.device("cuda", 1)) == interval
-    assert codec.interval(torch.device("cpu")) == group
+    assert codec.interval(torch.device("cuda", 1)) == gpu
+    assert codec.interval(torch.device("cpu")) == cpu
 
 
 def test_full_tiles_wait_for_the_end_of_an_interval(monkeypatch: pytest.MonkeyPatch) -> None:

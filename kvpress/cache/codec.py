@@ -18,6 +18,8 @@ from kvpress.cache.tier import FileTier
 
 GPU_INTERVAL = 256
 """Minimum number of generated tokens between two sealings on a GPU: each synchronises and re-records CUDA graphs."""
+DENSE_INTERVAL = 64
+"""Minimum number of generated tokens between two sealings of pairs that are only indexed."""
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,10 @@ class DenseCodec(Codec):
 
     def __init__(self, group: int, residual: int) -> None:
         self.group, self.residual = group, residual
+
+    def interval(self, device: torch.device) -> int:
+        """Return at least `DENSE_INTERVAL` tokens: sealing saves no memory here, and costs the host as much as a token."""
+        return max(super().interval(device), -(-DENSE_INTERVAL // self.group) * self.group)
 
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
         del sealing

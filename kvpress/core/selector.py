@@ -27,7 +27,7 @@ from kvpress.cache.selection import (
     joined,
 )
 from kvpress.cache.store import KVStore
-from kvpress.kernels import Part, Ranges, top_rows
+from kvpress.kernels import Listed, Part, Ranges, split_rows, top_rows
 from kvpress.observe.call import LayerCall
 
 TILE = 64
@@ -250,20 +250,11 @@ def _join(scores: Sequence[Tensor], layouts: Sequence[Layout]) -> tuple[Tensor, 
 def split_ranks(ranks: Tensor, counts: Tensor, layouts: Sequence[Layout]) -> list[Chosen]:
     """Return the flat rows in each of several segments of the chosen ranks over all of them.
 
-    `ranks [q * N, K]` are ascending; the first `counts[i]` of query stream i are chosen.
+    `ranks [q * N, K]`, int32, are ascending; the first `counts[i]` of query stream i are chosen.
     """
-    column = torch.arange(ranks.shape[1], device=ranks.device)
-    ranks = ranks.masked_fill(column >= counts[:, None], torch.iinfo(ranks.dtype).max)
-    base = torch.zeros_like(counts)
-    chosen = []
-    for layout in layouts:
-        starts, lengths = spans_of(layout, ranks)
-        low, high = torch.searchsorted(ranks, torch.stack([base, base + lengths], dim=1).to(ranks.dtype)).unbind(1)
-        offsets = column[: layout.longest]
-        rows = ranks.gather(1, (low[:, None] + offsets).clamp_max(ranks.shape[1] - 1)) + (starts - base)[:, None]
-        chosen.append(Chosen(rows.masked_fill(offsets >= (high - low)[:, None], 0), high - low))
-        base = base + lengths
-    return chosen
+    segments = [Ranges(*spans_of(layout, ranks)) for layout in layouts]
+    found = split_rows(Listed(ranks, counts), segments, [layout.longest for layout in layouts])
+    return [Chosen(rows, listed) for rows, listed in found]
 
 
 def spans_of(layout: Layout, per_query: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,7 @@ from kvpress.kernels.dispatch import (
     quantise,
     rows_of_blocks,
     serves,
+    split_rows,
     tile_mass,
     top_rows,
 )
@@ -80,6 +81,7 @@ __all__ = [
     "row_step",
     "rows_of_blocks",
     "serves",
+    "split_rows",
     "tile_mass",
     "top_rows",
     "unpack",

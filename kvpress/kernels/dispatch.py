@@ -479,6 +479,26 @@ def rows_of_blocks(chosen: Listed, blocks: Ranges, pairs: Ranges, size: int, *, 
     return selection_reference.of_blocks(chosen.rows, chosen.counts, blocks, pairs, size, longest)
 
 
+def split_rows(chosen: Listed, segments: Sequence[Ranges], longest: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+    """List the rows in each of several segments of pairs that were chosen by their rank over all segments.
+
+    The pairs of a stream are numbered from 0 on through all segments, in order.
+
+    Args:
+        chosen: ranks of each stream in ascending order, int32 [N, K], and their numbers, int64 [N].
+        segments: rows of each stream in each segment.
+        longest: most rows of a stream in each segment.
+
+    Returns:
+        For each segment, row numbers, int32 [N, min(K, its longest)], 0 past the listed ones, and their number, int64 [N].
+    """
+    selection.check_split(chosen, segments, longest)
+    if launch.available(chosen.rows):
+        count("split_rows")
+        return selection_cpu.split(chosen.rows, chosen.counts, segments, longest)
+    return selection_reference.split(chosen.rows, chosen.counts, segments, longest)
+
+
 def page_rows(
     q: Tensor,
     low: Tensor,

@@ -36,8 +36,8 @@ class QuestPress(SelectorPress):
         bound[page] = sum over d of max(q[d] * min[d], q[d] * max[d])
 
     A KV head reads the pages with the largest bound over its query heads. The pages of the oldest `n_sink` and newest
-    `n_recent` sealed pairs are always read. The newest pairs, up to 5 pages that are not sealed yet, are read in addition. The
-    first `skip_layers` layers read everything.
+    `n_recent` sealed pairs are always read. The newest pairs, which are not in pages yet, are read in addition: up to 5 pages
+    after a prompt; generated ones enter pages 64 at a time (256 on a GPU). The first `skip_layers` layers read everything.
 
     Small pages find more: reading 128 of 1024 pairs, SmolLM2-135M-Instruct answers 13% of the questions with `page_size=16`,
     as in the paper, and 62% with 4 (full cache 87%, `docs/real-models.md`). The bounds of pages of 4 take half of the memory of

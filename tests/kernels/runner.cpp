@@ -15,7 +15,8 @@
 #define ENTRIES(entry)                                                                              \
   entry(kvpress_dense) entry(kvpress_packed) entry(kvpress_parts) entry(kvpress_coded)              \
       entry(kvpress_mass) entry(kvpress_quantise) entry(kvpress_bounds) entry(kvpress_labels)       \
-      entry(kvpress_label_rows) entry(kvpress_page_rows) entry(kvpress_select) entry(kvpress_prefill) entry(kvpress_tile_mass)
+      entry(kvpress_label_rows) entry(kvpress_page_rows) entry(kvpress_select) entry(kvpress_split_rows)              \
+      entry(kvpress_prefill) entry(kvpress_tile_mass)
 #define DECLARE(name) extern "C" int name(const void*);
 ENTRIES(DECLARE)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import kvpress
+from kvpress.cache.codec import DENSE_INTERVAL
 from kvpress.sparse.infllm_v2 import MeanKeys
 from tests.models import grow, padded_batch, tiny_model, tokens
 from tests.sparse.selecting import build, prefilled, read_at_a_step, step
@@ -41,7 +42,7 @@ def test_the_blocks_whose_mean_keys_get_most_attention_are_read(storage: str) ->
 def test_an_index_that_grew_equals_one_that_is_built_at_once() -> None:
     press = build(SPEC, 64)
     model, cache, mask = prefilled(press, padded=True, lengths=(90, 61))
-    for i in range(30):
+    for i in range(DENSE_INTERVAL + 2):
         step(model, cache, mask, press, tokens(2, 1, seed=i))
         mask = grow(mask, 1)
     for layer in cache.layers:

@@ -9,6 +9,8 @@ Every back end has a function ``choose(scores, where, k, first, last, limits)``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -62,3 +64,16 @@ def check_sizes(streams: int, blocks: Ranges, pairs: Ranges, size: int, longest:
     checks.same_device(blocks.starts, pairs.starts, pairs.lengths)
     if size < 1 or longest < 0:
         raise ValueError(f"size must be at least 1 and longest at least 0, got {size} and {longest}")
+
+
+def check_split(chosen: Listed, segments: Sequence[Ranges], longest: Sequence[int]) -> None:
+    """Refuse ranks and segments whose streams do not match."""
+    streams = len(chosen.rows)
+    checks.shape("rows", chosen.rows, (streams, "K"), torch.int32)
+    checks.shape("counts", chosen.counts, (streams,), torch.int64)
+    for where in segments:
+        checks.shape("starts", where.starts, (streams,), torch.int64)
+        checks.shape("lengths", where.lengths, (streams,), torch.int64)
+    checks.same_device(chosen.rows, chosen.counts, *(where.starts for where in segments))
+    if len(longest) != len(segments):
+        raise ValueError(f"longest must have one entry for each of {len(segments)} segments, got {len(longest)}")

@@ -80,6 +80,26 @@ def choose_by_bounds(
     return rows, counts
 
 
+def split(
+    ranks: Tensor, counts: Tensor, segments: Sequence[Ranges], longest: Sequence[int], level: str | None = None
+) -> list[tuple[Tensor, Tensor]]:
+    """Run the kernel on checked arguments, once for each segment; arguments and results as in `kvpress.kernels.split_rows`."""
+    ranks, counts = ranks.contiguous(), counts.contiguous()
+    taken, passed = torch.zeros(2, len(ranks), dtype=torch.int64)
+    found = []
+    for where, most in zip(segments, longest, strict=True):
+        rows = torch.empty(len(ranks), min(most, ranks.shape[1]), dtype=torch.int32)
+        listed = torch.empty(len(ranks), dtype=torch.int64)
+        stream = launch.run(
+            "select.cpp", "kvpress_split_rows", ranks, counts, where.starts.contiguous(), where.lengths.contiguous(), taken,
+            passed, rows, listed, len(ranks), ranks.shape[1], rows.shape[1], level=level,
+        )  # fmt: skip
+        if stream >= 0:
+            raise refusal(stream, most, None)
+        found.append((rows, listed))
+    return found
+
+
 def _run(
     entry: str,
     fields: Sequence[Field],

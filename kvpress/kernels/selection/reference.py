@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -53,3 +55,22 @@ def of_blocks(
     exists = (is_chosen[..., None] & (rank < pairs.lengths[:, None, None])).flatten(1)
     rows = (rank.flatten(1) + pairs.starts[:, None]).masked_fill(~exists, 0)
     return rows[:, : min(rows.shape[1], longest)].int(), exists.sum(dim=1)
+
+
+def split(
+    ranks: Tensor, counts: Tensor, segments: Sequence[Ranges], longest: Sequence[int]
+) -> list[tuple[Tensor, Tensor]]:
+    """Return row numbers and counts in each segment; arguments and results as in `kvpress.kernels.split_rows`."""
+    column = torch.arange(ranks.shape[1], device=ranks.device)
+    ranks = ranks.masked_fill(column >= counts[:, None], MOST_ROWS)
+    passed, found = torch.zeros_like(counts), []
+    for where, most in zip(segments, longest, strict=True):
+        bounds = torch.stack([passed, passed + where.lengths], dim=1).to(ranks.dtype)
+        low, high = torch.searchsorted(ranks, bounds).unbind(1)
+        offsets = column[:most]
+        rows = (
+            ranks.gather(1, (low[:, None] + offsets).clamp_max(ranks.shape[1] - 1)) + (where.starts - passed)[:, None]
+        )
+        found.append((rows.masked_fill(offsets >= (high - low)[:, None], 0).int(), high - low))
+        passed = passed + where.lengths
+    return found
