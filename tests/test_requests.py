@@ -123,7 +123,7 @@ def test_a_pass_that_fails_before_or_after_its_layers_leaves_the_cache_whole() -
         ("h2o:0.5", "kvpress.observe.mass.AttentionMass.observe"),
         ("knorm:0.5", "kvpress.core.executor.Executor.after_layer"),
         ("kvzip:0.5,repeat_prompt=", "kvpress.core.executor.Executor.after_pass"),
-        ("kvzip:0.5,repeat_prompt=", "kvpress.presses.kvzip.RepetitionScores.take_in"),
+        ("kvzip:0.5,repeat_prompt=", "kvpress.presses.repetition.RepetitionScores.take_in"),
         (KIVI, "kvpress.cache.store.KVStore.settle"),
         (STORAGES["quest"], "kvpress.sparse.quest.QuestSelector.prepare"),
     ],

@@ -19,7 +19,8 @@ from kvpress.observe.hidden import HiddenStates
 from kvpress.observe.observer import Wanted
 from kvpress.observe.passes import Pass
 from kvpress.presses.criticalkv import check_outputs
-from kvpress.presses.kvzip import KVzipPress, Worth
+from kvpress.presses.kvzip import KVzipPress
+from kvpress.presses.repetition import Worth
 
 SINKS = KVzipPress.n_sink
 """Tokens at the start of each sequence that are always kept and have no score."""

@@ -23,7 +23,7 @@ from kvpress.core.scoring import Scored, top
 from kvpress.observe.call import LayerCall
 from kvpress.observe.passes import Pass
 from kvpress.observe.view import View
-from kvpress.presses.kvzip import Repetition, set_worth
+from kvpress.presses.repetition import Repetition, set_worth
 
 Aggregate = Literal["max", "mean"]
 

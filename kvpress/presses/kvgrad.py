@@ -16,7 +16,8 @@ from kvpress.core.registry import Exemption, Refusal, register
 from kvpress.observe.call import LayerCall
 from kvpress.observe.passes import Pass
 from kvpress.presses.criticalkv import check_outputs
-from kvpress.presses.kvzip import KVzipPress, RepetitionScores, add_repeated_queries
+from kvpress.presses.kvzip import KVzipPress, add_repeated_queries
+from kvpress.presses.repetition import RepetitionScores
 
 
 @register(

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvpress
-from kvpress import KVzipPress
+from kvpress import KVzipPress, kernels
 from kvpress.cache.streams import StreamPairs
 from kvpress.hf.session.rereading import DecoderReader
 from kvpress.kernels import Rows
@@ -392,13 +392,13 @@ def test_bfloat16() -> None:
 
 def test_scoring_holds_the_chunks_of_one_pass_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
-    column_max = kvzip.kernels.column_max
+    column_max = kernels.column_max
 
     def measured(q: Tensor, stored: Rows, *args: Any, **kwargs: Any) -> Tensor:
         rows.append(stored.count)
         return column_max(q, stored, *args, **kwargs)
 
-    monkeypatch.setattr(kvzip.kernels, "column_max", measured, raising=False)
+    monkeypatch.setattr(kernels, "column_max", measured, raising=False)
     prefill(tiny_model("llama"), KVzipPress(0.5, chunk_size=256, repeat_prompt=""), tokens(1, 1500))
     assert len(rows) == 3 * 2  # 1500 tokens are six chunks, of which a pass reads four
     assert max(rows) == 2 * 4 * (4 + 256 + kvzip.LEAD + 256)
