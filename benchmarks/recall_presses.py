@@ -110,6 +110,8 @@ CODECS = (
     "squat:bits=2",
     "turboquant:bits=4",
     "turboquant:bits=3",
+    "eoptshrinkq:bits=3",
+    "eoptshrinkq:bits=2",
     "zipcache",
     "gear:bits=2",
     "gear_l:bits=2",
