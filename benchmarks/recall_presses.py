@@ -47,6 +47,8 @@ EXPECTED = "expected_attention:0.5,epsilon=0.02"
 EVICTORS = (
     "snapkv:0.5",
     "snapkv:0.5,window_size=20,kernel_size=21",
+    "nacl:0.5",
+    "kvcrush(snapkv:0.5)",
     "pyramidkv:0.5",
     "adakv(snapkv:0.5)",
     "criticalkv(snapkv:0.5)",
