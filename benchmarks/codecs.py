@@ -32,6 +32,7 @@ METHODS: dict[str, list[str]] = {
     "saw_int4": [f"saw_int4:bits={b},{TAIL}" for b in (8, 4, 3, 2)],
     "rotated": [f"rotated:bits={b},{TAIL}" for b in (8, 4, 3, 2, 1)],
     "turboquant": [f"turboquant:bits={b},{TAIL}" for b in (4, 3, 2, 1)],
+    "eoptshrinkq": [f"eoptshrinkq:bits={b},{TAIL}" for b in (4, 3, 2)],
     "block_gtq": [f"block_gtq:bits={b},sinks=0,{TAIL}" for b in (4, 3, 2, 1)],
     "floats": [f"fp8:{TAIL}", f"nvfp4:{TAIL}", f"mxfp4:{TAIL}"],
     "gear": [f"gear:bits={b},{TAIL}" for b in (4, 2)],

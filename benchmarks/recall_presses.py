@@ -47,6 +47,8 @@ EXPECTED = "expected_attention:0.5,epsilon=0.02"
 EVICTORS = (
     "snapkv:0.5",
     "snapkv:0.5,window_size=20,kernel_size=21",
+    "nacl:0.5",
+    "kvcrush(snapkv:0.5)",
     "pyramidkv:0.5",
     "adakv(snapkv:0.5)",
     "criticalkv(snapkv:0.5)",
@@ -110,6 +112,8 @@ CODECS = (
     "squat:bits=2",
     "turboquant:bits=4",
     "turboquant:bits=3",
+    "eoptshrinkq:bits=3",
+    "eoptshrinkq:bits=2",
     "zipcache",
     "gear:bits=2",
     "gear_l:bits=2",

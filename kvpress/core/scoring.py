@@ -26,6 +26,18 @@ def top(scores: Tensor, count: int | Tensor) -> Tensor:
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, length - 1 - order, first.expand_as(order))
 
 
+def best_beside(scores: Tensor, counts: int | Tensor, share: float) -> tuple[Tensor, Tensor]:
+    """Return the mask `[b, h, n]` of the best pairs, and the number of other pairs that get the rest of the budget, `[b, h]`.
+
+    `counts` is the budget, a number or `[b, h]`, of which the other pairs get `share`. Pairs with infinite `scores [b, h, n]`
+    come first, and are subtracted from the budget before it is shared.
+    """
+    budget = torch.as_tensor(counts, device=scores.device).expand(scores.shape[:2])
+    shared = (budget - (scores == torch.inf).sum(dim=2)).clamp_min(0)
+    num_others = (shared * share).round().long()
+    return top(scores, budget - num_others), num_others
+
+
 def class_name(scorer: Any) -> str:
     """Return the class name for messages: that of the press if `scorer` calls the `score` of a press."""
     return type(getattr(scorer, "press", scorer)).__name__

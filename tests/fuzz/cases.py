@@ -11,7 +11,7 @@ from itertools import cycle
 from typing import Any
 
 from tests.fuzz.models import DTYPES, FAMILIES
-from tests.fuzz.specs import draw, encodes, inside, names, rewrites, schedules, seeded, tree_of
+from tests.fuzz.specs import draw, encodes, inside, methods, names, rewrites, schedules, seeded, tree_of
 from tests.pairwise import pairwise
 
 ROWS = {"one": (97,), "even": (70, 70), "padded": (90, 61, 23), "short": (86, 5), "long": (181, 140)}
@@ -113,6 +113,10 @@ def ci_cases() -> list[Case]:
         if seed % 4 == 0 and not (fixed["scorer"] and rewrites(fixed["scorer"])):
             fixed["selector"] = next(selectors)
         cases.append(next(_cases(seeded(seed), fixed)))
+    # Wrappers and schedules are drawn at random: methods that no case has got take the place of the last cases.
+    for number, name in enumerate(sorted(set(methods()) - {"none"} - set().union(*map(reaches, cases))), start=1):
+        trial = trials[(COUNT - number) % len(trials)]
+        cases[COUNT - number] = next(case for case in _cases(seeded(COUNT + number), trial) if name in reaches(case))
     return cases
 
 

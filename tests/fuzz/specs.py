@@ -65,6 +65,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "alpha_safeguard": (0.2, 0.0),
     "first_stage_ratio": (0.5,),
     "share": (0.25, 1.0),
+    "random_share": (0.37, 0.0, 1.0),
+    "temperature": (1.0, 0.05),
     "smaller": (3.0, 8.0),
     "bytes": (None, 30000),
     "weight": (0.5, 0.2),
