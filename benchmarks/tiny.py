@@ -108,6 +108,11 @@ def _kinds(config: Any) -> list[str]:
 FEW = {"num_hidden_layers": LAYERS, "num_attention_heads": 4, "vocab_size": VOCAB}
 _CONVOLVED = {"layer_types": ["conv", "full_attention"] * 2}
 SETTINGS: dict[str, dict[str, Any]] = {
+    "inkling2_loop_text": {
+        "n_layers_per_attn_res_block": 2,
+        "loop_layer_index_start": 2,
+        "loop_layer_index_end": 4,
+    },
     "bamba": {"attn_layer_indices": [1, 3]},
     "blt": {"encoder_hash_byte_group_vocab": 64},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},

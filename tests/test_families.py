@@ -36,6 +36,8 @@ SAMPLE = (
     "git",  # its attention has no configuration and no attention interface
     "gpt_neo",  # calls the index of a layer `layer_id`
     "mpt",
+    "inkling_text",  # a position bias by distance
+    "inkling2_text",
     "modernbert-decoder",  # its attribute `decoder` is its output projection
 )
 REFUSALS = {
@@ -44,8 +46,8 @@ REFUSALS = {
     "deepseek_v32": "its own index over all tokens",
     "rwkv": "no cache of keys and values",
     "hrm_text": "several layers of its cache from one attention module",
+    "inkling2_loop_text": "did not write its layer of the cache",
     "mamba": "no full-attention layer",
-    "inkling_text": "position_bias",
 }
 
 

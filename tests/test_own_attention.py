@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that read their cache themselves: latents (MLA), and attention without the interface of transformers."""
+"""Models that read their cache themselves: latents (MLA), position biases, and no attention interface."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from transformers import AttentionInterface, DynamicCache
 import kvpress
 from benchmarks import tiny
 from benchmarks.families import CLOSE, Oracle, Prompt, Run, grown
+from kvpress.hf.models import growing_layers
 from tests.models import fingerprint, grow, padded_batch, tokens
 
 tiny_model = cache(tiny.tiny)
@@ -23,7 +24,10 @@ LATENT = "deepseek_v3"
 ALIBI = "bloom"
 SDPA = "falcon"
 STREAMS = "prophetnet"  # its decoder runs further streams of queries beside the tokens
-KINDS = (LATENT, ALIBI, SDPA, STREAMS)
+RELATIVE = "inkling_text"  # a learned bias by distance, through sdpa
+SINKS = "inkling2_text"  # the same with sinks, through its eager attention
+KINDS = (LATENT, ALIBI, SDPA, STREAMS, RELATIVE, SINKS)
+BIASED = (ALIBI, RELATIVE, SINKS)
 
 
 def run(kind: str, spec: str) -> Run:
@@ -54,14 +58,17 @@ def test_memory_is_freed(kind: str) -> None:
     with kvpress.get_press("knorm:0.75")(model) as session, torch.no_grad():
         model(ids, use_cache=True)
     report = kvpress.memory_report(session.cache)
-    assert report.kept * 4 == report.seen
-    assert report.total_bytes < 0.35 * report.uncompressed_bytes
+    layers = [layer for layer in report.layers if layer.compressible]
+    assert layers
+    assert all(layer.kept * 4 == layer.seen for layer in layers)
+    sizes = [(layer.total_bytes, layer.uncompressed_bytes) for layer in layers]
+    assert all(stored < 0.35 * uncompressed for stored, uncompressed in sizes)
 
 
 @pytest.mark.parametrize(
-    "spec", ["knorm:0.5", "adakv(knorm:0.75)", "bounded(knorm:0.5):chunk=8", "kivi:bits=4,group_size=4"]
+    "spec", ["keydiff:0.5", "adakv(keydiff:0.75)", "bounded(keydiff:0.5):chunk=8", "kivi:bits=4,group_size=4"]
 )
-@pytest.mark.parametrize("kind", [LATENT, ALIBI, SDPA])
+@pytest.mark.parametrize("kind", [LATENT, SDPA, *BIASED])
 def test_a_padded_row_is_that_row_alone(kind: str, spec: str) -> None:
     model, lengths = tiny_model(kind), [30, 17]
     _, mask = padded_batch(lengths)
@@ -83,18 +90,19 @@ def test_a_padded_row_is_that_row_alone(kind: str, spec: str) -> None:
                 torch.testing.assert_close(ours[row], theirs[0], **CLOSE)
 
 
-@pytest.mark.parametrize("kind", [LATENT, ALIBI])
+@pytest.mark.parametrize("kind", [LATENT, *BIASED])
 def test_pairs_are_evicted_while_tokens_are_generated(kind: str) -> None:
     model = tiny_model(kind)
     ids, mask = padded_batch([30, 22])
     with kvpress.get_press("decoding(knorm):compression_interval=2,target_size=12")(model) as session:
         model.generate(ids, attention_mask=mask, max_new_tokens=9, do_sample=False)
-    for layer in kvpress.kept_positions(session.cache):
+    layers = kvpress.kept_positions(session.cache)
+    for layer in (layers[index] for index in growing_layers(model)):
         assert {len(head) for row in layer for head in row} <= {12, 13}
     assert session.cache.get_seq_length() == ids.shape[1] + 8
 
 
-@pytest.mark.parametrize("kind", [LATENT, ALIBI])
+@pytest.mark.parametrize("kind", [LATENT, *BIASED])
 def test_a_codec_stores_what_the_model_caches(kind: str) -> None:
     stock = Prompt().run(tiny_model(kind))
     fine, coarse = (run(kind, f"knorm:0 + kivi:bits={bits},group_size=4,residual_length=0") for bits in (8, 2))
@@ -103,7 +111,7 @@ def test_a_codec_stores_what_the_model_caches(kind: str) -> None:
     assert sizes == sorted(sizes)
 
 
-@pytest.mark.parametrize("kind", [LATENT, ALIBI, SDPA])
+@pytest.mark.parametrize("kind", [LATENT, SDPA, *BIASED])
 def test_a_second_turn_reads_the_kept_pairs(kind: str) -> None:
     """A turn of several tokens equals its tokens read one by one."""
     model, turn = tiny_model(kind), tokens(2, 5, seed=4)
@@ -123,7 +131,7 @@ def test_a_second_turn_reads_the_kept_pairs(kind: str) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"num_beams": 3}, {"prefill_chunk_size": 7}], ids=["beams", "chunked"])
-@pytest.mark.parametrize("kind", [LATENT, ALIBI, SDPA])
+@pytest.mark.parametrize("kind", [LATENT, SDPA, *BIASED])
 def test_nothing_removed_equals_stock(kind: str, settings: dict[str, Any]) -> None:
     model = tiny_model(kind)
     ids, mask = padded_batch([20, 13])
@@ -205,7 +213,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("kind", [LATENT, ALIBI])
+@pytest.mark.parametrize("kind", [LATENT, *BIASED])
 @pytest.mark.parametrize("spec", REFUSED)
 def test_presses_that_need_more_than_pairs_are_refused(kind: str, spec: str) -> None:
     model = tiny_model(kind)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Support models whose attention modules read the cache themselves: no attention interface, or cached latents.
+"""Support models whose attention reads all columns: no attention interface, cached latents, or a position bias.
 
 Such a module reads all keys and values of its cache layer, and expects each pair in its column, which is its slot in the
 sequence: masks, ALiBi and relative positions depend on it. Only kept pairs are stored. During one layer, they are scattered to
@@ -13,6 +13,8 @@ of all heads, and the rotary part of the keys `[B, 1, n, d]` instead of values. 
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +24,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from kvpress.core.recipe import Recipe
-from kvpress.hf.models import uses_interface
+from kvpress.hf.models import attention_modules, uses_interface
 from kvpress.hf.session.requests import Forward, here
 from kvpress.observe.call import LayerCall
 from kvpress.observe.hidden import HiddenStates
@@ -38,9 +40,15 @@ def caches_latents(module: nn.Module) -> bool:
     return hasattr(module, "expand_kv")
 
 
+def adds_position_bias(module: nn.Module) -> bool:
+    """Whether an attention module adds a bias `[B, Hq, Q, columns]` to its logits, which depends on distances of tokens."""
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    return eager is not None and "position_bias" in inspect.signature(eager).parameters
+
+
 def reads_itself(module: nn.Module) -> bool:
     """Whether an attention module needs all pairs of its cache layer, each in its column."""
-    return caches_latents(module) or not uses_interface(module)
+    return caches_latents(module) or not uses_interface(module) or adds_position_bias(module)
 
 
 def expanded(module: nn.Module) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
@@ -95,8 +103,11 @@ def check_press(model: Any, recipe: Recipe) -> None:
 
 
 def _how(model: nn.Module) -> str:
-    latent = any(caches_latents(module) for module in model.modules())
-    return "multi-head latent attention, MLA" if latent else "it does not call the attention interface of transformers"
+    if any(caches_latents(module) for module in model.modules()):
+        return "multi-head latent attention, MLA"
+    if all(uses_interface(module) for module in attention_modules(model)):
+        return "a position bias has an entry for each column"
+    return "it does not call the attention interface of transformers"
 
 
 def attend(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
