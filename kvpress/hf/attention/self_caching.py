@@ -13,6 +13,7 @@ of all heads, and the rotary part of the keys `[B, 1, n, d]` instead of values. 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable
@@ -42,7 +43,12 @@ def caches_latents(module: nn.Module) -> bool:
 
 def adds_position_bias(module: nn.Module) -> bool:
     """Whether an attention module adds a bias `[B, Hq, Q, columns]` to its logits, which depends on distances of tokens."""
-    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    return _module_adds_bias(type(module).__module__)
+
+
+@functools.cache
+def _module_adds_bias(name: str) -> bool:
+    eager = getattr(sys.modules[name], "eager_attention_forward", None)
     return eager is not None and "position_bias" in inspect.signature(eager).parameters
 
 
