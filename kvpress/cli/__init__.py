@@ -29,6 +29,7 @@ from kvpress.terminal import Name
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvpress.core.listing import ListedPress
     from kvpress.plan import Geometry, Plan
 
 app = App(
@@ -115,16 +116,33 @@ def list_command(
         return
     if not rows:
         raise typer.BadParameter("no press matches; `kvpress list` shows all")
+    console = new_console()
+    console.print(_wide_list(rows) if console.width >= _WIDE else _narrow_list(rows))
+    if console.width < _WIDE:
+        console.print(Text("papers: a terminal of 100 columns and more, or --json"))
+    if status is None:
+        for name, meaning in STATUSES.items():
+            console.print(Text(f"{name}: {meaning}"), soft_wrap=not console.is_terminal)
+
+
+def _wide_list(rows: Sequence[ListedPress]) -> Table:
+    """Return a table with a column for each field."""
     table = Table()
     for column in ("press", "role", "status", "what it does", "paper"):
         table.add_column(column, no_wrap=column in ("press", "role", "status"))
     for line in rows:
         table.add_row(*map(Text, (line.name, line.role, line.status, line.summary, line.paper or "-")))
-    console = new_console()
-    console.print(table)
-    if status is None:
-        for name, meaning in STATUSES.items():
-            console.print(Text(f"{name}: {meaning}"), soft_wrap=True)
+    return table
+
+
+def _narrow_list(rows: Sequence[ListedPress]) -> Table:
+    """Return a table without lines and papers, with role and status below each other."""
+    table = Table(**_PLAIN)
+    for column in ("press", "role, status", "what it does"):
+        table.add_column(column, no_wrap=column != "what it does")
+    for line in rows:
+        table.add_row(Text(line.name), Text(f"{line.role}\n{line.status}"), Text(line.summary))
+    return table
 
 
 @app.command("plan")
@@ -201,24 +219,26 @@ def plan_command(
     if rows and rows[0][1].shrinking < 1:
         share = rows[0][1].shrinking
         message = f"layers with a sliding window are not compressed: {share:.0%} of the cache can shrink, so it gets "
-        console.print(Text(message + f"at most {1 / (1 - share):.1f} times smaller"), soft_wrap=True)
+        console.print(Text(message + f"at most {1 / (1 - share):.1f} times smaller"), soft_wrap=not console.is_terminal)
     if note := _note_on_positions(geometry, context, generated, longest):
-        console.print(Text(note), soft_wrap=True)
+        console.print(Text(note), soft_wrap=not console.is_terminal)
     for spec, planned in rows:
         sizes_of_rows = planned.pairs_per_head / (context + generated), planned.total_bytes, planned.uncompressed_bytes
         notes = [f"{spec}: {left_whole_note(get_press(spec))}"] if left_whole(get_press(spec), *sizes_of_rows) else []
         for note in (*assumed_sizes(get_press(spec)), *notes):
-            console.print(Text(note), soft_wrap=True)
+            console.print(Text(note), soft_wrap=not console.is_terminal)
         share = planned.tail_bytes / planned.total_bytes
         if share >= _TAIL:
             message = (
                 f"{spec}: {share:.0%} of the cache is pairs that stay dense because they fill no tile of the codec; "
             )
             message += "a slightly larger budget may take less memory"
-            console.print(Text(message), soft_wrap=True)
+            console.print(Text(message), soft_wrap=not console.is_terminal)
     if room is not None:
         text = f"weights {format_bytes(weights)}, which leaves {format_bytes(room)} for the cache and the activations of a pass"
-        console.print(Text(f"{memory}: {text}\n{_verdict(rows, longest, room, context)}"), soft_wrap=True)
+        console.print(
+            Text(f"{memory}: {text}\n{_verdict(rows, longest, room, context)}"), soft_wrap=not console.is_terminal
+        )
 
 
 def _write_json(path: Path, figures: dict[str, Any]) -> None:

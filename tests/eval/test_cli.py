@@ -15,6 +15,7 @@ import pytest
 import typer
 from kvpress_eval.commands import demo
 from kvpress_eval.commands._shared import exit_codes
+from kvpress_eval.commands.eval import EVALUATE
 from kvpress_eval.console import app
 from kvpress_eval.run import job, runner
 from kvpress_eval.run.progress import RunProgress
@@ -224,6 +225,23 @@ def test_the_help_of_eval_has_every_default_and_task() -> None:
     tasks = output.partition("Tasks:")[2]
     for name in ("gsm8k", "fwe", "qasper", "file:PATH", *TRAINED):
         assert re.search(rf"\b{name}\b", tasks), name
+
+
+@pytest.mark.parametrize("name", EVALUATE)
+def test_options_of_evaluate_py_are_answered_by_the_options_here(name: str) -> None:
+    code, output = invoke("eval", f"--{name}", "1", env={"COLUMNS": "200"})
+    assert code == 2
+    assert f"--{name} is an option of NVIDIA's evaluate.py; here: {EVALUATE[name]}" in output
+    for spec in re.findall(r"--press '?([^' ]+(?: \+ [^' ]+)?)'?", EVALUATE[name]):
+        kvpress.get_press(spec.rstrip(","))
+
+
+def test_every_argument_of_evaluate_py_is_an_option_or_is_answered() -> None:
+    text = Path("docs/nvidia.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`--.*?) \|", text, flags=re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"--(\w+)", row)}
+    options = {option.removeprefix("--") for parameter in COMMANDS["eval"].params for option in parameter.opts}
+    assert named - options == set(EVALUATE)
 
 
 def test_help_has_no_text_that_markup_removes() -> None:

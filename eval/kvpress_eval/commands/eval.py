@@ -24,6 +24,31 @@ _NAMED = {"model": "models"}
 _OWN = ("config", "lm_eval", "lm_eval_include", "dry_run")
 """Options that are no part of a grid of runs."""
 
+EVALUATE = {
+    "dataset": "--tasks, such as --tasks longbench:hotpotqa",
+    "data_dir": "--lengths for RULER, or --data-dir for the folder of a published benchmark",
+    "press_name": "--press, such as --press snapkv:0.5",
+    "compression_ratio": "in the press, --press snapkv:0.5, or --ratios for all presses",
+    "key_channel_compression_ratio": "in the press, --press 'snapkv:0.5 + think:0.5'",
+    "head_compression_ratio": "in the press, --press duo_attention:0.5",
+    "threshold": "in the press, --press 'dms(kvzap):threshold=-4'",
+    "fraction": "--samples, for each task and length",
+    "max_new_tokens": "--max-new-tokens",
+    "max_context_length": "--max-context-length",
+    "query_aware": "--question-aware",
+    "compress_questions": "--question-aware",
+    "needle_depth": "--depth from 0 to 1, or --depths for a heat map",
+    "compression_interval": "in the press, --press 'decoding(knorm):compression_interval=512'",
+    "target_size": "in the press, --press 'decoding(knorm):target_size=2048'",
+    "hidden_states_buffer_size": "in the press, --press 'decoding(knorm):hidden_states_buffer_size=256'",
+    "output_dir": "--out",
+    "log_level": "none",
+    "model_kwargs": "--model-kwargs",
+    "fp8": "none; quantise the weights, and pass that model",
+    "config_file": "--config",
+}
+"""Options of NVIDIA's `evaluate.py` that have another name here."""
+
 
 class Command(TyperCommand):
     """`eval` with the defaults of `RunConfig` and the names of all tasks in its help.
@@ -46,6 +71,14 @@ class Command(TyperCommand):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         self.with_defaults()
         super().format_help(ctx, formatter)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse arguments; an option of NVIDIA's `evaluate.py` is refused with its name here."""
+        for argument in args:
+            option = argument.partition("=")[0]
+            if renamed := EVALUATE.get(option.removeprefix("--")):
+                raise typer.BadParameter(f"{option} is an option of NVIDIA's evaluate.py; here: {renamed}")
+        return super().parse_args(ctx, args)
 
 
 def as_given(default: object) -> str:

@@ -85,7 +85,7 @@ def measure_and_write(
         console.print(Text(title, style="bold"))
         console.print(to_table(cell["rows"]))
         for sentence in cell["sentences"]:
-            console.print(Text(sentence, style="bold"), soft_wrap=True)
+            console.print(Text(sentence, style="bold"), soft_wrap=not console.is_terminal)
     if out:
         write_json(out, record)
 

@@ -42,7 +42,7 @@ def command(
     ] = None,
     drain: Annotated[float, typer.Option(help="Seconds for running answers after SIGTERM.", min=0)] = 30,
     dtype: shared.Dtype = "auto",
-    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...")] = "cpu",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1; with engine ray, of each replica.")] = "auto",
     model_kwargs: shared.ModelKwargs = None,
     threads: shared.Threads = None,
     engine: Annotated[str, typer.Option(help="local, or ray: replicas on the machines of a cluster.")] = "local",
@@ -96,6 +96,8 @@ def command(
             cluster = _cluster(engine, replicas, max_replicas, ray_address)
             if threads:
                 torch.set_num_threads(threads)
+            if device == "auto":
+                device = "cuda" if torch.cuda.is_available() else "cpu"
             load = partial(
                 load_app, name=model, settings=settings, prefix_bytes=prefix_bytes, store=prefix_store, store_limit=limit,
                 dtype=dtype, device=device, model_kwargs=configured(model, parse_model_kwargs(model_kwargs)),

@@ -17,6 +17,8 @@ from kvpress_eval.report.plotting import ACCENT, FORMATS, GRID, INK, MUTED, is_n
 from kvpress_eval.results.stats import ScoreInterval
 from kvpress_eval.results.summary import PressSummary
 
+_NARROW_TICKS = 4
+"""Most intervals between numbers of an axis, on a phone."""
 _SHORT = 24
 """Characters in a line of a label, on a phone."""
 
@@ -101,6 +103,8 @@ def draw(axes: Axes, points: Sequence[Point], axis: PlotAxis, width: int | None 
         return
     best = frontier(points)
     _set_range(axes, [point.cost for point in points], axis)
+    if width is not None and not axis.log:
+        axes.locator_params(axis="x", nbins=_NARROW_TICKS)
     steps = _steps(best)
     bars = [(point.cost, point.low, point.cost, point.high) for point in points]
     for x0, y0, x1, y1 in steps:

@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from kvpress_eval.report.labels import Label, place_labels
+from kvpress_eval.report.labels import Label, Segment, place_labels
 from kvpress_eval.report.plotting import ACCENT, GRID, INK, MUTED, is_narrow, to_svg
 from kvpress_eval.results.summary import BASELINE
 
@@ -20,6 +22,8 @@ LEAST = 5e-4
 MOST_LABELS = 14
 """With more presses than this, only those on the frontier have names."""
 _TICKS = (0.5, 1, 2, 3, 5, 10, 20, 50, 100)
+_PIECES = 24
+"""Pieces of a line between two points, each of which a label avoids."""
 _SHORT = 24
 """Characters in a line of a label, on a phone."""
 
@@ -70,7 +74,8 @@ def draw_sizes(
     axes.spines[["top", "right"]].set_visible(False)
     line = sorted((row for row in rows if row["press"] in coloured), key=lambda row: row["factor"])
     axes.plot([row["factor"] for row in line], [_shown(row["kl_mean"]) for row in line], color=ACCENT, zorder=3)
-    labels, lines = [], []
+    labels: list[Label] = []
+    lines = [piece for start, end in pairwise(line) for piece in _pieces(start, end)]
     for row in rows:
         is_coloured = row["press"] in coloured
         colour = ACCENT if is_coloured else MUTED
@@ -82,6 +87,14 @@ def draw_sizes(
         if row["press"] in named:
             labels.append(Label(row["press"], row["factor"], mean, INK if is_coloured else MUTED))
     place_labels(axes, sorted(labels, key=lambda label: label.colour != INK), lines, width)
+
+
+def _pieces(start: RecallRow, end: RecallRow) -> Iterator[Segment]:
+    """Yield the corners of short pieces of the line between two points, lower left first, for labels to avoid."""
+    factors = np.geomspace(start["factor"], end["factor"], _PIECES + 1).tolist()
+    means = np.geomspace(_shown(start["kl_mean"]), _shown(end["kl_mean"]), _PIECES + 1).tolist()
+    for (left, right), (first, second) in zip(pairwise(factors), pairwise(means), strict=True):
+        yield left, min(first, second), right, max(first, second)
 
 
 def _shown(divergence: float) -> float:

@@ -99,12 +99,12 @@ class CacheInfo:
         rows = f"{self.batch} x " if self.batch > 1 else ""
         return "\n".join((
             f"{self.path}: {format_bytes(self.file_bytes)}, header {format_bytes(self.header_bytes)}",
-            f"model    {model['name']} ({model['architecture']}, {model['layers']} layers, weights {model['weights']}), "
-            f"{self.dtype}",
+            f"model    {model['name']} ({model['architecture']}, {model['layers']} layers), {self.dtype}",
+            f"weights  {model['weights']}",
             f"press    {'not known' if self.press is None else self.press}",
             f"read     {rows}{self.length} tokens{'' if self.header.about['tokens'] is None else ', ids known'}",
             f"holds    {self.kept} of {self.seen} pairs, {format_bytes(self.memory_bytes)} in memory, "
-            f"{factor:.1f} times smaller than uncompressed",
+            f"{factor:.1f} times smaller",
             f"made by  {', '.join(f'{name} {version}' for name, version in self.versions.items())}",
         ))  # fmt: skip
 
