@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import re
@@ -234,6 +235,13 @@ def test_options_of_evaluate_py_are_answered_by_the_options_here(name: str) -> N
     assert f"--{name} is an option of NVIDIA's evaluate.py; here: {EVALUATE[name]}" in output
     for spec in re.findall(r"--press '?([^' ]+(?: \+ [^' ]+)?)'?", EVALUATE[name]):
         kvpress.get_press(spec.rstrip(","))
+
+
+def test_a_value_may_have_the_name_of_an_option_of_evaluate_py(tmp_path: Path) -> None:
+    settings = ("--press", "none", "--tasks", "niah_single", "--lengths", "256", "--dry-run")
+    with contextlib.chdir(tmp_path):
+        code, output = invoke("eval", *settings, "--out", "dataset")
+    assert code == 0, output
 
 
 def test_every_argument_of_evaluate_py_is_an_option_or_is_answered() -> None:

@@ -76,7 +76,7 @@ class Command(TyperCommand):
         """Parse arguments; an option of NVIDIA's `evaluate.py` is refused with its name here."""
         for argument in args:
             option = argument.partition("=")[0]
-            if renamed := EVALUATE.get(option.removeprefix("--")):
+            if option.startswith("--") and (renamed := EVALUATE.get(option[2:])):
                 raise typer.BadParameter(f"{option} is an option of NVIDIA's evaluate.py; here: {renamed}")
         return super().parse_args(ctx, args)
 
