@@ -99,6 +99,33 @@ class PressMask:
     """Number of keys, and the position of the first, that the cache reported to the mask function."""
     later: bool | None = None
     """Result of `sees_later`, once computed."""
+    place: torch.device | None = None
+    """Device of the masks; None for that of the arguments."""
+    moved: dict[torch.device, PressMask] = field(default_factory=dict)
+    """This mask on other devices."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the masks."""
+        default = "cpu" if self.mask is None else self.mask.device
+        return self.place or torch.device(self.arguments.get("device", default))
+
+    def to(self, device: torch.device | str | int, **settings: Any) -> PressMask:
+        """Return the mask on a device, one object for all its layers; accelerate moves all inputs of the layers it placed."""
+        device = torch.device(device)
+        if device == self.device:
+            return self
+        if device not in self.moved:
+
+            def build(**arguments: Any) -> Any:
+                native = self.build(**arguments)
+                return native.to(device, **settings) if isinstance(native, Tensor) else native
+
+            mask = None if self.mask is None else self.mask.to(device, **settings)
+            self.moved[device] = PressMask(
+                mask, self.arguments, build, stored=self.stored, later=self.sees_later(), place=device
+            )
+        return self.moved[device]
 
     def real(self, call: LayerCall, request: Request | None) -> RealTokens | None:
         """Return the real tokens among those seen, one object for all layers; None without padding."""
@@ -138,15 +165,17 @@ class PressMask:
         """Return the mask of some queries, for models whose later layers process only the newest tokens."""
         arguments = {**self.arguments, "allow_is_causal_skip": False}
         return PressMask(
-            self.mask, arguments, lambda **settings: self.build(**settings)[index], real_tokens=self.real_tokens
-        )
+            self.mask, arguments, lambda **settings: self.build(**settings)[index], real_tokens=self.real_tokens,
+            place=self.place,
+        )  # fmt: skip
 
     def of_tokens(self, index: Tensor, real: Tensor) -> PressMask:
         """Return the mask of a pass over the tokens at `index [B, m]` of a prompt; `real [B, m]` is False for padding."""
         padding_mask = None if bool(real.all()) else real
         if self.arguments.get("mask_function", causal_mask_function) is causal_mask_function:
             lengths = {"q_length": index.shape[1], "kv_length": index.shape[1]}
-            return PressMask(padding_mask, {**self.arguments, **lengths, "attention_mask": padding_mask}, self.build)
+            arguments = {**self.arguments, **lengths, "attention_mask": padding_mask}
+            return PressMask(padding_mask, arguments, self.build, place=self.place)
 
         def build(**arguments: Any) -> Tensor:
             full_mask = self.build(**{**arguments, "allow_is_causal_skip": False})
@@ -161,7 +190,7 @@ class PressMask:
                 :, None
             ]
 
-        return PressMask(padding_mask, self.arguments, build)
+        return PressMask(padding_mask, self.arguments, build, place=self.place)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
