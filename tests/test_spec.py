@@ -91,6 +91,7 @@ NON_DEFAULT: list[kvpress.BasePress] = [
 NON_DEFAULT += [
     kvpress.HeadKVPress(0.5, table=str(TABLE)),
     kvpress.ScopePress("adaptive", 300),
+    kvpress.EOptShrinkQPress(3, rank=2, buffer_length=32),
 ]
 NON_DEFAULT += [kvpress.get_press(spec) for entry in kvpress.list_presses() for spec in (entry.example, *entry.cases)]
 named = pytest.mark.parametrize("press", NON_DEFAULT, ids=lambda p: type(p).__name__)

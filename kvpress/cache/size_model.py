@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -11,6 +12,9 @@ import torch
 from kvpress.cache.codec import Codec
 from kvpress.cache.segment import SLOT
 from kvpress.cache.window import GROWTH
+
+CPU = torch.device("cpu")
+"""Device whose sealing is planned; a GPU seals generated tokens later, in larger blocks."""
 
 
 @dataclass
@@ -55,6 +59,8 @@ class PlannedStream:
     """Pairs in the window."""
     capacity: int = 0
     """Pairs that the window has memory for."""
+    generated: int = 0
+    """Tokens generated after the prompt."""
 
     @property
     def pair_bytes(self) -> int:
@@ -102,6 +108,7 @@ class PlannedStream:
             step = min(tokens, self._until_settled())
             self._append(step)
             tokens -= step
+            self.generated += step
             self._settle(generated=True)
 
     def evict(self, kept: float) -> None:
@@ -128,11 +135,13 @@ class PlannedStream:
         if codec is None:
             return 2**62
         lacking = codec.residual + self._sinks() + codec.tile_size(not self.segments) - self.dense - self.window
-        return max(1, codec.group - self.window, int(lacking))
+        interval = codec.interval(CPU)
+        tokens = interval - self.generated % interval
+        return tokens + max(0, math.ceil((lacking - tokens) / interval)) * interval
 
     def _settle(self, generated: bool) -> None:
         codec = self.codec
-        if codec is None or (generated and self.window < codec.group):
+        if codec is None or (generated and self.generated % codec.interval(CPU)):
             return
         sinks = self._sinks()
         free = self.dense + self.window - codec.residual - sinks
