@@ -122,9 +122,13 @@ class Codec(ABC):
                 parts.append([segment])
         return [part[0] if len(part) == 1 else Segment.join(part) for part in parts]
 
+    least_interval: ClassVar[int] = 1
+    """Minimum number of generated tokens between two checks for full tiles, except on a GPU."""
+
     def interval(self, device: torch.device) -> int:
-        """Return the number of generated tokens between two checks for full tiles: `group`, or a multiple of it on a GPU."""
-        return -(-GPU_INTERVAL // self.group) * self.group if device.type == "cuda" else self.group
+        """Return the number of generated tokens between two checks for full tiles, a multiple of `group`."""
+        least = GPU_INTERVAL if device.type == "cuda" else self.least_interval
+        return -(-least // self.group) * self.group
 
     def at(self, tokens: int) -> Codec:
         """Return the codec for a row with a prompt of so many tokens, where the format depends on the length."""
@@ -172,13 +176,10 @@ class DenseCodec(Codec):
     """Seals pairs without encoding, so that a selector can index them."""
 
     spread = None
+    least_interval = DENSE_INTERVAL  # sealing saves no memory here, and costs the host as much as a token
 
     def __init__(self, group: int, residual: int) -> None:
         self.group, self.residual = group, residual
-
-    def interval(self, device: torch.device) -> int:
-        """Return at least `DENSE_INTERVAL` tokens: sealing saves no memory here, and costs the host as much as a token."""
-        return max(super().interval(device), -(-DENSE_INTERVAL // self.group) * self.group)
 
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
         del sealing
