@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import bisect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from torch import nn
 
 from kvpress.cache.segment import WEIGHT
 from kvpress.cache.size_model import PlannedStream
@@ -21,12 +23,14 @@ LONGEST = 2**24
 
 
 class Geometry(ModelFacts):
-    """Sizes of a model's cache, from its configuration."""
+    """Sizes of a model's cache."""
 
     @classmethod
-    def of(cls, config: Any) -> Geometry:
-        """Return the geometry of a transformers configuration."""
-        return cls(**vars(facts_of_config(config)))
+    def of(cls, source: Any) -> Geometry:
+        """Return the geometry of a transformers configuration, or of a loaded model, which may be in another dtype."""
+        is_model = isinstance(source, nn.Module)
+        facts = facts_of_config(source.config if is_model else source)
+        return cls(**vars(replace(facts, dtype=source.dtype) if is_model else facts))
 
     @property
     def full(self) -> tuple[LayerFacts, ...]:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import kvpress
+from kvpress.hf.cache import incoming as incoming_module
 from kvpress.hf.cache.incoming import STEP, Incoming
 from tests.caches import prefill
 from tests.models import tiny_model, tokens
@@ -117,22 +118,24 @@ def test_time_that_the_receiver_spends_does_not_count(stream: Any) -> None:
         incoming.fill(view)
 
 
-def test_a_sender_that_goes_on_is_waited_for(stream: Any) -> None:
+def test_a_sender_that_goes_on_is_waited_for(stream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each 64 KiB arrives within the timeout, all of them do not; on a clock of the test's own."""
     ours, send, _ = stream
-    total = 3 * STEP
-
-    def run() -> None:
-        for _ in range(6):
-            time.sleep(SLOW / 3)
-            send(bytes(total // 6))
-
-    sender = threading.Thread(target=run)
-    sender.start()
+    total, clock = 3 * STEP, [0.0]
+    monkeypatch.setattr(incoming_module.time, "monotonic", lambda: clock[0])
     incoming = Incoming(ours, SLOW, None)
     incoming.begin_body()
+    read = incoming._read
+
+    def read_after_a_part(*args: Any) -> int | None:
+        clock[0] += SLOW / 3
+        send(bytes(STEP // 2))
+        return read(*args)
+
+    monkeypatch.setattr(incoming, "_read", read_after_a_part)
     incoming.fill(memoryview(bytearray(total)))
-    sender.join()
     assert incoming.received == total
+    assert clock[0] > SLOW
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan")])

@@ -205,6 +205,7 @@ def facts_of(model: PreTrainedModel, modules: Sequence[nn.Module] | None = None)
     source = str(getattr(model.config, "_name_or_path", ""))
     return replace(
         build_facts(model.config, type(model).__name__, layers),
+        dtype=model.dtype,  # the configuration keeps the one that the model was loaded in
         source=source,
         revision=getattr(model.config, "_commit_hash", None),
         tokenizer=partial(load_tokenizer, source),

@@ -78,12 +78,17 @@ LOST = (
     "family=reference rows=one turns=long check=repeat seed=643477 :: block(keydiff:budget=18):block_size=5 + "
     "gear_l:group_size=8,backbone=kcvt,buffer_length=4,residual_length=8",
     "rows=one check=beside seed=220968 :: decoding(knorm:0.5):compression_interval=3,target_size=20",
+    "family=reference rows=one check=repeat seed=156008 :: budgeted(kvzip:chunk_size=8,repeat_prompt=,reads=chunk):bytes=30000",
 )
 
 
-@pytest.mark.parametrize("text", LOST, ids=["refit", "rewrite", "keys that outweigh", "old tables", "chunks"])
+@pytest.mark.parametrize(
+    "text", LOST, ids=["refit", "rewrite", "keys that outweigh", "old tables", "chunks", "another dtype"]
+)
 def test_cases_that_once_failed(text: str) -> None:
-    """Layers that lose all their pairs, keys that a codec decodes badly, bytes of replaced tables, chunks that are turns."""
+    """Layers that lose all their pairs, keys that a codec decodes badly, bytes of replaced tables, chunks that are turns,
+    a model in another dtype than its configuration.
+    """
     assert run(Case.parse(text)) == []
 
 

@@ -54,6 +54,21 @@ def test_the_size_is_met(spec: str, smaller: int, reference: Any) -> None:
     assert len(set(counts)) > 2  # layers compete, and heads too behind `kvzip`
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("size", ["bytes=30000", "smaller=20"])
+def test_a_model_may_be_in_another_dtype_than_its_configuration(size: str, dtype: torch.dtype) -> None:
+    """`Module.to` leaves the dtype of the configuration as it was."""
+    model = tiny_model("llama")
+    model.to(dtype)
+    model.config.dtype = torch.float32 if dtype == torch.bfloat16 else torch.bfloat16
+    with kvpress.get_press(f"frontier:{size}")(model) as session:
+        model.generate(tokens(1, 300), max_new_tokens=1, do_sample=False)
+    report = kvpress.memory_report(session.cache)
+    limit = 30000 if size.startswith("bytes") else report.uncompressed_bytes / 20
+    assert 0.9 * limit <= report.total_bytes <= 1.01 * limit
+    assert Geometry.of(model).dtype == dtype
+
+
 def test_rows_are_compressed_as_alone() -> None:
     model = tiny_model("llama")
     ids, mask = padded_batch([400, 310, 333])

@@ -219,7 +219,7 @@ def answer(engine: Engine, context: Context, prompts: Sequence[tuple[int, Prompt
         end = kvpress.memory_report(branch)
         for place, row, new in zip(places, rows, tokens, strict=True):
             context_tokens, size = int(context.mask[row].sum()), context.report.total_bytes / len(context.ids)
-            peak = planned_peak(context.press, engine.model.config, context_tokens)
+            peak = planned_peak(context.press, engine.model, context_tokens)
             answers[place] = Answer(
                 text=None if clock.expired else engine.tokenizer.decode(new, skip_special_tokens=True),
                 ids=_ended(new, engine),

@@ -35,7 +35,7 @@ def fitting(
     own. `free_bytes` None is the free memory of the device.
     """
     try:
-        geometry = Geometry.of(model.config)
+        geometry = Geometry.of(model)
     except NotImplementedError:  # a cache that no formula describes
         return [list(items)] if items else []
     free = SHARE * (available_bytes(model.device) if free_bytes is None else free_bytes)
@@ -62,13 +62,13 @@ def cache_bytes(press: Any, geometry: Geometry, batch: int, tokens: int, generat
         return plan(kvpress.get_press("none"), geometry, tokens, batch, generated).total_bytes
 
 
-def planned_peak(press: Any, config: Any, tokens: int) -> int | None:
+def planned_peak(press: Any, model: Any, tokens: int) -> int | None:
     """Return the planned peak bytes of the cache while a context of `tokens` tokens is read in one pass.
 
     Returns None for a model or a press that `kvpress plan` has no formula for.
     """
     try:
-        return plan(press, Geometry.of(config), tokens).peak_bytes
+        return plan(press, Geometry.of(model), tokens).peak_bytes
     except (ValueError, NotImplementedError):
         return None
 

@@ -23,13 +23,13 @@ class Admission:
     give way to another for want of memory.
 
     Args:
-        config: configuration of the model.
+        model: the loaded model.
         limit: bytes for caches; weights and activations are not part of it.
         chunk: tokens of a prompt that are read in one pass.
     """
 
-    def __init__(self, config: Any, limit: int, chunk: int) -> None:
-        self.geometry, self.limit, self.chunk = Geometry.of(config), limit, chunk
+    def __init__(self, model: Any, limit: int, chunk: int) -> None:
+        self.geometry, self.limit, self.chunk = Geometry.of(model), limit, chunk
         self.reserved = 0
         self._plan = lru_cache(maxsize=4096)(self._planned)
 

@@ -65,7 +65,7 @@ class BatchEngine:
         self, model: Any, tokenizer: Any, settings: EngineSettings, prefixes: Prefixes, metrics: Metrics
     ) -> None:
         self.model, self.settings, self.prefixes, self.metrics = model, settings, prefixes, metrics
-        self.admission = Admission(model.config, settings.memory, settings.chunk)
+        self.admission = Admission(model, settings.memory, settings.chunk)
         for press in settings.presses:
             self.admission.check_press(press)
         self.steps: dict[str, PressSteps] = {}

@@ -452,7 +452,7 @@ def _geometry(config: RunConfig, settings: Any, engine: Engine | None) -> tuple[
     """Return the geometry of the model's cache, and the bytes of its weights."""
     try:
         if engine is not None:
-            geometry = Geometry.of(engine.model.config)
+            geometry = Geometry.of(engine.model)
             return geometry, sum(weight.numel() * weight.element_size() for weight in engine.model.parameters())
         shape = shape_of(config, settings)
     except NotImplementedError as error:
