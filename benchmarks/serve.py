@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens a second, waiting times and memory of `kvpress serve` and of `transformers serve`, with many clients.
+"""Tokens a second, waiting times and memory of `kvpress serve`, `transformers serve` and llama.cpp, with many clients.
 
     python -m benchmarks.serve --clients 1 4 16 --seconds 120 --out benchmarks/results/serve.json
     python -m benchmarks.serve --clients 4 --seconds 60             one part; the file keeps all others
     python -m benchmarks.serve --table docs/serving.md              write the table of the file into a page
 
-SmolLM2-135M-Instruct in float32. Each cell starts a server in a process of its own. In `documents`, clients ask about shared
-documents, each of which one request has read before (`kvpress serve`: uploaded; `transformers serve`: sent with each question,
-since it shares blocks of equal prompts by itself). In `texts`, each request sends a text of its own. A client sends the next
-request when it has the answer to the last one.
+SmolLM2-135M-Instruct in float32; llama.cpp reads the GGUF file that it comes from, weights in 4 bits, and caches in float16.
+Each server has a process of its own, for all numbers of clients. In `documents`, clients ask about shared documents, each of
+which one request has read before (`kvpress serve`: uploaded; the others: sent with each question, since they share equal
+prompts by themselves). In `texts`, each request sends a text of its own. A client sends the next request when it has the
+answer to the last one.
 
-`transformers serve` runs with `--continuous-batching`, which works on a CPU. Answers of both are greedy and streamed. Tokens
-count if they arrive within the measurement. Requests that have no first token at its end count with the time that they have
-waited, so that a server that answers few does not seem fast. Gaps are times between two tokens of one stream. Cache bytes
-are the largest sum of shared texts and reserved bytes in the metrics of `kvpress serve`; `transformers serve` reports none.
-A cell in the file is measured again only with --again.
+`transformers serve` runs with `--continuous-batching`, which works on a CPU. Answers are greedy and streamed. Tokens count if
+they arrive within the measurement. Requests that have no first token at its end count with the time that they have waited, so
+that a server that answers few does not seem fast. Gaps are times between two tokens of one stream. Cache bytes are the largest
+sum of shared texts and reserved bytes in the metrics of `kvpress serve`; the others report none. A cell in the file is
+measured again only with --again.
 
 `transformers serve` allocates its whole cache at once, by default for a share of the machine's memory, which its peak memory
 shows. This bounds it to 90000 tokens:
@@ -25,22 +26,25 @@ shows. This bounds it to 90000 tokens:
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import cpu_model
 from benchmarks.pages import put
-from benchmarks.serve_load import Server, Timing, question_of, run_clients, serving, stream, text_of
+from benchmarks.serve_load import FOREIGN, Server, Timing, question_of, run_clients, serving, stream, text_of
 
 PRESSES = ("snapkv:0.75 + kivi:bits=4", "none")
 WORKLOADS = ("documents", "texts")
+NAMES = {"transformers": "`transformers serve`", "llama.cpp": "llama.cpp, weights in 4 bits"}
+"""Names of foreign servers in the table."""
 WORDS_A_TOKEN = 0.75
 """Words of the texts per token of SmolLM2."""
 SETTINGS = ("contender", "workload", "clients", "seconds", "document_tokens", "text_tokens", "answer_tokens", "threads")
@@ -114,19 +118,37 @@ def quantiles(values: Sequence[float]) -> dict[str, float] | None:
     return {"median": round(statistics.median(ordered), 4), "p99": round(ordered[rank], 4)}
 
 
-def measure(cell: dict[str, Any], folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Return a cell with its figures."""
-    ours = ["--memory", options.memory, "--prefix-memory", options.prefix_memory, "--chunk", str(options.chunk)]
-    further = options.transformers_option if cell["contender"] == "transformers" else ours
+def measure(cells: Sequence[dict[str, Any]], source: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield cells of one contender and workload with their figures; one server runs for all of them."""
+    first = dict(cells[0])
+    further = further_options(first["contender"], options)
     log = options.out.with_suffix(".log")
-    with serving(cell["contender"], folder, cell["threads"], log, further) as server:
+    with serving(first["contender"], source, first["threads"], log, further) as server:
         idle_bytes = server.memory("VmRSS")
-        body = chats(server, cell)
+        body = chats(server, first)
         stream(server, {**body(0, 0), "max_tokens": 2}, time.monotonic() + 600)  # allocates, compiles
-        begin, end, timings = run_clients(server, cell["clients"], cell["seconds"], body)
-        cell |= figures(begin, end, timings)
-        cell |= {"cache_bytes": server.peak_cache_bytes, "peak_bytes": server.memory(), "idle_bytes": idle_bytes}
-    return {**cell, "options": further, "date": date.today().isoformat()}
+        for cell in cells:
+            _wait_until_idle(server)
+            server.forget_peaks()
+            found = figures(*run_clients(server, cell["clients"], cell["seconds"], body))
+            used = {"cache_bytes": server.peak_cache_bytes, "peak_bytes": server.memory(), "idle_bytes": idle_bytes}
+            yield first | cell | found | used | {"options": further, "date": date.today().isoformat()}
+
+
+def further_options(contender: str, options: argparse.Namespace) -> list[str]:
+    """Return the options of a server besides model, threads and port; of llama.cpp, the program first."""
+    if contender == "transformers":
+        return list(options.transformers_option)
+    if contender == "llama.cpp":
+        tokens = max(options.document_tokens, options.text_tokens) + 600
+        slots = ["--parallel", str(options.llama_slots), "--ctx-size", str(options.llama_slots * tokens)]
+        return [options.llama_server, *slots]
+    return ["--memory", options.memory, "--prefix-memory", options.prefix_memory, "--chunk", str(options.chunk)]
+
+
+def _wait_until_idle(server: Server) -> None:
+    """Send a short request and wait for its answer: by then, requests of clients that have left are dropped."""
+    stream(server, {"messages": [_user("Hello")], "max_tokens": 1}, time.monotonic() + 600)
 
 
 def record_of(path: Path) -> dict[str, Any]:
@@ -154,7 +176,7 @@ def table(record: dict[str, Any]) -> str:
     ]
     cells = sorted(record["cells"], key=lambda cell: (WORKLOADS.index(cell["workload"]), cell["clients"]))
     for cell in cells:
-        server = "`transformers serve`" if cell["contender"] == "transformers" else f"`{cell['contender']}`"
+        server = NAMES.get(cell["contender"], f"`{cell['contender']}`")
         size = cell["document_tokens"] if cell["workload"] == "documents" else cell["text_tokens"]
         topic = f"{cell['documents']} shared documents" if cell["workload"] == "documents" else "texts of their own"
         lines.append(
@@ -208,6 +230,10 @@ def main() -> None:
         metavar="=--NAME=VALUE",
         help="option of transformers serve",
     )
+    parser.add_argument(
+        "--llama-server", metavar="PROGRAM", help="llama-server of llama.cpp; without it, it is left out"
+    )
+    parser.add_argument("--llama-slots", type=int, default=16, help="rows of a batch (llama.cpp)")
     parser.add_argument("--again", action="store_true", help="measure cells again that the file has")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/serve.json"))
     parser.add_argument("--table", type=Path, help="write the table of --out into this page, and measure nothing")
@@ -217,29 +243,29 @@ def main() -> None:
         put(options.table, "serve", table(record_of(options.out)))
         return
 
-    from kvpress.hf.model_files import folder_of
+    from kvpress.hf.model_files import PACKAGED, folder_of
 
+    sources = {"llama.cpp": PACKAGED["smollm2"].locate()}
     folder = Path(folder_of("smollm2"))
     record = record_of(options.out)
     record["command"] = " ".join(["python -m benchmarks.serve", *sys.argv[1:]])
-    contenders = [*options.presses, *([] if options.without_transformers else ["transformers"])]
-    for clients in options.clients:
-        for workload in options.workloads:
-            for contender in contenders:
-                cell = {
-                    "contender": contender,
-                    "workload": workload,
-                    "clients": clients,
-                    "documents": options.documents,
-                }
-                cell |= {name: getattr(options, name) for name in SETTINGS[3:]}
-                alike = [row for row in record["cells"] if all(row[name] == cell[name] for name in SETTINGS)]
-                if alike and not options.again:
-                    continue
-                record["cells"] = [row for row in record["cells"] if row not in alike]
-                record["cells"].append(measure(cell, folder, options))
-                options.out.write_text(json.dumps(record, indent=1) + "\n")
-                print(json.dumps(record["cells"][-1]), flush=True)
+    foreign = {"transformers": not options.without_transformers, "llama.cpp": options.llama_server}
+    contenders = [*options.presses, *(name for name in FOREIGN if foreign[name])]
+    for workload, contender in itertools.product(options.workloads, contenders):
+        cell = {"contender": contender, "workload": workload, "documents": options.documents}
+        cell |= {name: getattr(options, name) for name in SETTINGS[3:]}
+        cells = [cell | {"clients": clients} for clients in sorted(options.clients)]
+        missing = [cell for cell in cells if options.again or not same_cells(record, cell)]
+        for measured in measure(missing, sources.get(contender, folder), options) if missing else ():
+            alike = same_cells(record, measured)
+            record["cells"] = [row for row in record["cells"] if row not in alike] + [measured]
+            options.out.write_text(json.dumps(record, indent=1) + "\n")
+            print(json.dumps(measured), flush=True)
+
+
+def same_cells(record: dict[str, Any], cell: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the cells of a record with the settings of a cell."""
+    return [row for row in record["cells"] if all(row[name] == cell[name] for name in SETTINGS)]
 
 
 if __name__ == "__main__":

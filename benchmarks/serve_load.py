@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+FOREIGN = ("transformers", "llama.cpp")
+"""Servers of other projects."""
 START_SECONDS = 600
 """Longest time for a server to load its model."""
 WORDS = (
@@ -124,36 +126,38 @@ class Server:
             held_bytes = int(self.metric("kvpress_prefix_bytes") + self.metric("kvpress_reserved_bytes"))
             self.peak_cache_bytes = max(held_bytes, self.peak_cache_bytes or 0)
 
+    def forget_peaks(self) -> None:
+        """Begin the peaks of memory and of caches again, from what is held now."""
+        Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
+        self.peak_cache_bytes = None
+
 
 @contextmanager
-def serving(contender: str, folder: Path, threads: int, log: Path, options: list[str]) -> Iterator[Server]:
-    """Run `kvpress serve` under a press, or `transformers serve` for the contender `transformers`, until the block ends."""
+def serving(contender: str, source: Path, threads: int, log: Path, options: list[str]) -> Iterator[Server]:
+    """Run a server until the block ends: `transformers`, `llama.cpp` (of a GGUF file), or `kvpress serve` under a press.
+
+    The first of `options` for llama.cpp is its program, `llama-server`.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    is_ours = contender != "transformers"
-    if is_ours:
-        command = [
-            sys.executable,
-            "-c",
-            "from kvpress_eval.console import app; app()",
-            "serve",
-            "--model",
-            str(folder),
-            "--press",
-            contender,
-        ]
-        command += ["--threads", str(threads), "--name", "model"]
+    is_ours = contender not in FOREIGN
+    if contender == "llama.cpp":
+        program, *options = options
+        command = [program, "--model", str(source), "--threads", str(threads), "--no-webui"]
+    elif contender == "transformers":
+        command = [sys.executable, "-c", "from transformers.cli.transformers import main; main()", "serve", str(source)]
+        command += ["--continuous-batching", "--device", "cpu", "--dtype", "float32"]
     else:
-        command = [sys.executable, "-c", "from transformers.cli.transformers import main; main()", "serve", str(folder)]
-        command += ["--continuous-batching", "--device", "cpu"]
-    command += ["--dtype", "float32", "--port", str(port), *options]
+        command = [sys.executable, "-c", "from kvpress_eval.console import app; app()", "serve", "--model", str(source)]
+        command += ["--press", contender, "--threads", str(threads), "--name", "model", "--dtype", "float32"]
+    command += ["--port", str(port), *options]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     with log.open("wb") as file:
         process = subprocess.Popen(  # noqa: S603 - our own command
             command, stdout=file, stderr=subprocess.STDOUT, env=environment
         )
-    server = Server(process, port, "model" if is_ours else str(folder), is_ours)
+    server = Server(process, port, "model" if is_ours else str(source), is_ours)
     try:
         end = time.monotonic() + START_SECONDS
         while not is_up(server):
