@@ -24,6 +24,7 @@ from kvpress.cli.calibrate import calibrate_app
 from kvpress.cli.console import UNWRITABLE, App, fail, new_console, shown, tokens
 from kvpress.cli.doctor import doctor_command
 from kvpress.core.registry import ORDER, STATUSES
+from kvpress.printing import print_text
 from kvpress.terminal import Name
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def list_command(
         console.print(Text("papers: a terminal of 100 columns and more, or --json"))
     if status is None:
         for name, meaning in STATUSES.items():
-            console.print(Text(f"{name}: {meaning}"), soft_wrap=not console.is_terminal)
+            print_text(console, f"{name}: {meaning}")
 
 
 def _wide_list(rows: Sequence[ListedPress]) -> Table:
@@ -219,26 +220,24 @@ def plan_command(
     if rows and rows[0][1].shrinking < 1:
         share = rows[0][1].shrinking
         message = f"layers with a sliding window are not compressed: {share:.0%} of the cache can shrink, so it gets "
-        console.print(Text(message + f"at most {1 / (1 - share):.1f} times smaller"), soft_wrap=not console.is_terminal)
+        print_text(console, message + f"at most {1 / (1 - share):.1f} times smaller")
     if note := _note_on_positions(geometry, context, generated, longest):
-        console.print(Text(note), soft_wrap=not console.is_terminal)
+        print_text(console, note)
     for spec, planned in rows:
         sizes_of_rows = planned.pairs_per_head / (context + generated), planned.total_bytes, planned.uncompressed_bytes
         notes = [f"{spec}: {left_whole_note(get_press(spec))}"] if left_whole(get_press(spec), *sizes_of_rows) else []
         for note in (*assumed_sizes(get_press(spec)), *notes):
-            console.print(Text(note), soft_wrap=not console.is_terminal)
+            print_text(console, note)
         share = planned.tail_bytes / planned.total_bytes
         if share >= _TAIL:
             message = (
                 f"{spec}: {share:.0%} of the cache is pairs that stay dense because they fill no tile of the codec; "
             )
             message += "a slightly larger budget may take less memory"
-            console.print(Text(message), soft_wrap=not console.is_terminal)
+            print_text(console, message)
     if room is not None:
         text = f"weights {format_bytes(weights)}, which leaves {format_bytes(room)} for the cache and the activations of a pass"
-        console.print(
-            Text(f"{memory}: {text}\n{_verdict(rows, longest, room, context)}"), soft_wrap=not console.is_terminal
-        )
+        print_text(console, f"{memory}: {text}\n{_verdict(rows, longest, room, context)}")
 
 
 def _write_json(path: Path, figures: dict[str, Any]) -> None:

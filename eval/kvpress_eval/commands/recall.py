@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from kvpress.printing import print_text
 from kvpress_eval.commands import _shared as shared
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def measure_and_write(
         console.print(Text(title, style="bold"))
         console.print(to_table(cell["rows"]))
         for sentence in cell["sentences"]:
-            console.print(Text(sentence, style="bold"), soft_wrap=not console.is_terminal)
+            print_text(console, sentence, "bold")
     if out:
         write_json(out, record)
 

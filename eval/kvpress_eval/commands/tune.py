@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from kvpress.printing import print_text
 from kvpress_eval.commands import _shared as shared
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def command(
         config = load_config(None, {"lengths": (_LENGTH,), **settings})
         if tasks is None and data is None:
             note = f"no --data and no --tasks: tuning on generated tasks ({', '.join(config.tasks)})"
-            console.print(Text(note), soft_wrap=not console.is_terminal)
+            print_text(console, note)
         check_folder(config.out)
         try:
             tuned = tune(config, wishes, console)
@@ -121,4 +122,4 @@ def show(tuned: Tuned, console: Console) -> None:
     if is_run(out):
         shared.print_written(page, write_outputs([out], page), console)
     console.print(Text(f"wrote {tuned.path}"), soft_wrap=True)
-    console.print(Text(tuned.sentence, style="bold"), soft_wrap=not console.is_terminal)
+    print_text(console, tuned.sentence, "bold")

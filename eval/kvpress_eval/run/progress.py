@@ -17,6 +17,8 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskProgres
 from rich.table import Column
 from rich.text import Text
 
+from kvpress.printing import print_text
+
 _BAR = 16
 """Columns of the bar; the current label has the remainder of the line."""
 _UNKNOWN = "-:--:--"
@@ -133,7 +135,7 @@ class RunProgress:
     def note(self, text: str) -> None:
         """Print a line, unless it is empty."""
         if text:
-            self._console.print(text, markup=False, highlight=False, soft_wrap=not self._console.is_terminal)
+            print_text(self._console, text)
 
     def problem(self, text: str) -> None:
         """Print a problem in red."""

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.text import Text
 
 import kvpress
 from kvpress.cache.report import format_bytes, parse_bytes
 from kvpress.core.registry import STATUSES
 from kvpress.plan import Geometry
+from kvpress.printing import print_text
 from kvpress_eval.common.errors import BusyError, ConfigError
 from kvpress_eval.common.files import make_folder
 from kvpress_eval.config.schema import RAY, RunConfig
@@ -152,7 +152,7 @@ def tune(config: RunConfig, wishes: Wishes, console: Console, engine: Engine | N
     check_possible(room, limit, templates)
     _check_needed(wishes, room, limit)
     for line in room.lines(limit):
-        console.print(Text(line), soft_wrap=not console.is_terminal)
+        print_text(console, line)
     make_folder(config.out)
     with CellStore(config.out).claim() as claimed:
         if not claimed:
@@ -167,7 +167,7 @@ def tune(config: RunConfig, wishes: Wishes, console: Console, engine: Engine | N
         if memory is None:
             limit = replace(limit, lengths=_lengths(split))
             check_possible(room, limit, templates)
-            console.print(Text(limit.line), soft_wrap=not console.is_terminal)
+            print_text(console, limit.line)
         result.belong(config.out / result.IDENTITY, _identity(config, wishes, engine, split))
         with Interrupt() as interrupt:
             return _Tuning(config, wishes, engine, split, space, limit, console, interrupt).run()
@@ -427,7 +427,7 @@ class _Tuning:
             raise KeyboardInterrupt
 
     def _say(self, text: str) -> None:
-        self.console.print(Text(text), soft_wrap=not self.console.is_terminal)
+        print_text(self.console, text)
 
 
 def _with_data(config: RunConfig, wishes: Wishes) -> tuple[RunConfig, bool]:
