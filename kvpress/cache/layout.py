@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -18,11 +18,8 @@ class Layout:
     """
 
     def __init__(self, lengths: Iterable[int]) -> None:
-        self.lengths = tuple(int(length) for length in lengths)
-        offsets = [0]
-        for length in self.lengths:
-            offsets.append(offsets[-1] + length)
-        self.offsets = tuple(offsets)
+        self.lengths = tuple(map(int, lengths))
+        self.offsets = tuple(itertools.accumulate(self.lengths, initial=0))
         self._on_device: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     @property
@@ -101,6 +98,32 @@ def interleave(layouts: Sequence[Layout]) -> tuple[Tensor, Layout]:
     starts = [layout.starts_tensor + base for layout, base in zip(layouts, bases, strict=True)]
     lengths = torch.stack([layout.lengths_tensor for layout in layouts], dim=1)
     return spans(torch.stack(starts, dim=1).flatten(), lengths.flatten()), Layout(lengths.sum(dim=1).tolist())
+
+
+SHARED_ROWS = 2**16
+"""Arrangements of more rows are computed anew by each layer, since `arranged` holds the last ones in memory."""
+
+
+def arranged(layouts: Sequence[Layout], bounds: Sequence[Sequence[int]]) -> list[tuple[Tensor, Layout]]:
+    """Return the rows, and their layout, of every piece of concatenated storages that are joined and split as by `interleave`.
+
+    Each stream is split at some ranks: the first piece ends before the first of `bounds`, one rank for each stream. Layers with
+    the same lengths share the result.
+    """
+    lengths = tuple(layout.lengths for layout in layouts)
+    arrange = _arranged if sum(layout.total for layout in layouts) <= SHARED_ROWS else _arranged.__wrapped__
+    return arrange(lengths, tuple(map(tuple, bounds)))
+
+
+@lru_cache(maxsize=4)
+@torch.inference_mode(False)
+def _arranged(lengths: tuple[tuple[int, ...], ...], bounds: tuple[tuple[int, ...], ...]) -> list[tuple[Tensor, Layout]]:
+    rows, layout = interleave([Layout(each) for each in lengths])
+    edges = torch.tensor([[0] * layout.streams, *bounds, layout.lengths])
+    return [
+        (rows[spans(layout.starts_tensor + start, stop - start)], Layout((stop - start).tolist()))
+        for start, stop in itertools.pairwise(edges)
+    ]
 
 
 def spans(first: Tensor, counts: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kvpress import kernels
-from kvpress.cache.layout import Layout, interleave, row_numbers, spans
+from kvpress.cache.layout import Layout, arranged, interleave, row_numbers, spans
 from kvpress.cache.offset import KeyOffset
 from kvpress.cache.segment_attention import Attended, DenseBlock
 from kvpress.cache.storage import Held, Joint, RowChoice, derived, own, part, per_pair, per_pair_or_zero
@@ -191,11 +191,28 @@ class Segment(Held, Attended, ABC):
 
     def cut(self: SegmentT, *bounds: Sequence[int]) -> list[SegmentT]:
         """Split every stream at some ranks: return the segments before the first bound, ..., after the last."""
-        edges = torch.tensor([[0] * self.layout.streams, *bounds, self.layout.lengths])
-        return [
-            self.take(spans(self.layout.starts_tensor + start, stop - start), Layout((stop - start).tolist()))
-            for start, stop in itertools.pairwise(edges)
-        ]
+        return Segment.join_and_cut([self], *bounds)
+
+    @staticmethod
+    def join_and_cut(segments: Sequence[SegmentT], *bounds: Sequence[int]) -> list[SegmentT]:
+        """Return the pieces of `join(segments)` that `cut` would return, without a copy of all pairs in between."""
+        layouts = [segment.layout for segment in segments]
+        joined = segments[0] if len(segments) == 1 else segments[0]._join(segments, Joint(layouts))
+        first = _first_of_runs(segments)
+        slots = torch.cat([segment.slots() for segment in segments]) if first is None else None
+        pieces = []
+        for number, (rows, layout) in enumerate(arranged(layouts, bounds)):
+            rows = rows.to(joined.device)
+            piece = joined._take(RowChoice(rows, layout, joined.layout))
+            if first is None:
+                assert slots is not None  # noqa: S101 - for type checkers
+                piece._set_slots(slots[rows])
+            else:
+                ranks = bounds[number - 1] if number else [0] * layout.streams
+                starts = zip(first, ranks, layout.lengths, strict=True)
+                piece.first = tuple(slot + rank if length else 0 for slot, rank, length in starts)
+            pieces.append(piece)
+        return pieces
 
     @staticmethod
     def join(segments: Sequence[SegmentT]) -> SegmentT:
@@ -391,3 +408,20 @@ def read_keys(segments: Sequence[Segment], streams: Tensor, ranks: Tensor) -> Te
     if gathered is None:
         raise ValueError("no segment holds these ranks")
     return gathered
+
+
+def _first_of_runs(segments: Sequence[Segment]) -> list[int] | None:
+    """Return the first slot of every stream if its pairs in all `segments`, in order, have slots without gaps; else None."""
+    if not all(segment.contiguous for segment in segments):
+        return None
+    first, ends = [0] * segments[0].layout.streams, [-1] * segments[0].layout.streams
+    for segment in segments:
+        for n, (slot, length) in enumerate(zip(segment.first, segment.layout.lengths, strict=True)):
+            if not length:
+                continue
+            if ends[n] < 0:
+                first[n] = slot
+            elif slot != ends[n]:
+                return None
+            ends[n] = slot + length
+    return first

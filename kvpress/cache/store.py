@@ -357,20 +357,21 @@ class KVStore(Rollback):
         if not wait or self.settled_at is None:
             self.settled.append(self.seen)
             vars(self).pop("settle_lags", None)
-        dense_lengths = [part.layout.lengths for part in self.dense_parts()]
-        longest = self.window.length + max(map(sum, zip(*dense_lengths, strict=True)), default=0)
+        new_lengths = [count for count in self.window.counts(sealing.mask) for _ in range(self.heads)]
+        lengths = list(map(sum, zip(new_lengths, *(part.layout.lengths for part in self.dense_parts()), strict=True)))
         begun = [any(lengths) for lengths in zip(*(segment.layout.lengths for segment in self.segments), strict=True)]
         rows_begun = [any(begun[n : n + self.heads]) for n in range(0, len(begun), self.heads)] or [False]
-        if longest < codec.residual + codec.tile_size(turn or not all(rows_begun)):
+        if max(lengths) < codec.residual + codec.tile_size(turn or not all(rows_begun)):
             return
-        opened = self.open_segment(sealing.mask)
         sinks, ends = (
             [rank if due_rows[n // self.heads] else 0 for n, rank in enumerate(ranks)]
-            for ranks in codec.tiles(opened.layout.lengths, self.heads, begun, turn, sealing)
+            for ranks in codec.tiles(lengths, self.heads, begun, turn, sealing)
         )
         if not any(ends):
             return
-        first, old, dense_tail = opened.cut(sinks, ends)
+        dense_parts: list[Any] = [part.own() for part in self.dense_parts()]
+        opened = [*dense_parts, self.window.segment(sealing.mask)]
+        first, old, dense_tail = DenseSegment.join_and_cut(opened, sinks, ends)
         templates = tuple(segment.known() for segment in self.segments)
         # May raise, so it comes before any change.
         offset = offset_of(old, codec.spread, replace(sealing, earlier=templates))
@@ -388,7 +389,7 @@ class KVStore(Rollback):
             segment.put(codec.tier)
         except OSError:  # no space in the tier: all pairs stay in memory
             self.segments = before
-            self.seal(opened, sealing.mask)
+            self.seal(DenseSegment.join(opened), sealing.mask)
             raise
         self.segments.append(segment)
         if turn:
@@ -418,11 +419,14 @@ class KVStore(Rollback):
 
     def _join_tail(self) -> None:
         """Join the newest segments while they are of similar size, so that their number stays logarithmic."""
-        while len(self.segments) > 1:
-            older, newer = self.segments[-2:]
-            if not older.joinable(newer) or older.layout.total > 2 * newer.layout.total:
-                return
-            self.segments[-2:] = [Segment.join([older, newer])]
+        total, begin = self.segments[-1].layout.total, len(self.segments) - 1
+        while begin:
+            older, newer = self.segments[begin - 1], self.segments[begin:]
+            if older.layout.total > 2 * total or not all(older.joinable(segment) for segment in newer):
+                break
+            total, begin = total + older.layout.total, begin - 1
+        if len(self.segments) - begin > 1:
+            self.segments[begin:] = [Segment.join(self.segments[begin:])]
 
     # -- batch operations ------------------------------------------------------------------------------------
 

@@ -273,12 +273,19 @@ class Window:
         before = torch.tensor(pads, device=starts.device).repeat_interleave(heads)
         return starts + before, lengths - before
 
+    def counts(self, mask: Tensor | None) -> list[int]:
+        """Return the number of tokens of every row that `mask [B, seen]` marks, or of all."""
+        if mask is None:
+            return [self.length] * self.keys.shape[0]
+        counts: list[int] = mask[:, self.first : self.first + self.length].sum(dim=1).tolist()
+        return counts
+
     def segment(self, mask: Tensor | None) -> DenseSegment:
         """Return the tokens that `mask [B, seen]` marks, or all, as a sealed segment; the window does not change."""
-        (batch, heads), chosen, counts = self.keys.shape[:2], None, [self.length] * self.keys.shape[0]
-        if mask is not None:
+        (batch, heads), chosen, counts = self.keys.shape[:2], None, self.counts(mask)
+        if mask is not None and min(counts) < self.length:
             real = mask[:, self.first : self.first + self.length].to(self.keys.device)
-            chosen, counts = real[:, None].expand(-1, heads, -1), real.sum(dim=1).tolist()
+            chosen = real[:, None].expand(-1, heads, -1)
 
         def flat(array: Tensor) -> Tensor:
             array = array[:, :, : self.length]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from types import SimpleNamespace
@@ -58,8 +59,7 @@ def test_the_size_is_met(spec: str, smaller: int, reference: Any) -> None:
 @pytest.mark.parametrize("size", ["bytes=30000", "smaller=20"])
 def test_a_model_may_be_in_another_dtype_than_its_configuration(size: str, dtype: torch.dtype) -> None:
     """`Module.to` leaves the dtype of the configuration as it was."""
-    model = tiny_model("llama")
-    model.to(dtype)
+    model = copy.deepcopy(tiny_model("llama")).to(dtype)
     model.config.dtype = torch.float32 if dtype == torch.bfloat16 else torch.bfloat16
     with kvpress.get_press(f"frontier:{size}")(model) as session:
         model.generate(tokens(1, 300), max_new_tokens=1, do_sample=False)
