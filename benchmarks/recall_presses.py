@@ -159,6 +159,7 @@ FITTED = (
     f"vector(compactor:0.5):{PREDICTORS}",
     f"vector(keydiff:0.5):{PREDICTORS}",
     *(f"oscar:bits={bits},residual_length=32,sinks=4,{ROTATIONS}" for bits in (4, 3, 2)),
+    *(f"saw_int4:bits={bits},residual_length=32,sinks=4" for bits in (4, 2)),
 )
 """Presses with a file of the model, in the folder in which the study runs, beside others of their size."""
 STUDIES: dict[str, tuple[str, ...]] = {
@@ -203,7 +204,6 @@ NOT_MEASURED = {
     "kvzap": ARTEFACT,
     "leank": ARTEFACT,
     "lukv": ARTEFACT,
-    "oscar": ARTEFACT,
     "qfilter": ARTEFACT,
     "restorekv": ARTEFACT,
     "rlkv": ARTEFACT,
