@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvpress import kernels
 from kvpress.cache.attention import Logits, Partial
-from kvpress.cache.codec import Codec, Sealing
+from kvpress.cache.codec import Codec, DenseCodec, Sealing
 from kvpress.cache.layout import row_numbers
 from kvpress.cache.mixed import Flags, MixedSegment, divided, plain_segments
 from kvpress.cache.rotation import Angles, angle_bytes, rotation_of
@@ -46,6 +46,7 @@ _REWRITTEN = "values that it changes cannot be predicted from keys"
         Refusal("vector(merging(knorm:0.5))", _REWRITTEN),
         Refusal("vector(refit(knorm:0.5))", _REWRITTEN),
         Refusal("vector(h2o:0.5)", "values are dropped once, after a prompt"),
+        Refusal("decoding(vector(knorm))", "values are dropped once, after a prompt"),
         Refusal("vector(knorm:0.5) + kivi", "the same pairs have one codec"),
     ),
     exempt=(
@@ -91,8 +92,7 @@ class VectorPress(WrapperPress):
         recipe = super().recipe(model)
         (step,) = recipe.evictions
         predictors = AquaKVPress(BITS, self.calibration).recipe(model).codec
-        if step.is_identity or predictors is None:
-            return recipe
+        assert predictors is not None  # noqa: S101 - for type checkers
         depths = {} if model is None else {layer.index: depth for depth, layer in enumerate(model.growing)}
 
         def codec(layer: int) -> RoutingCodec | None:
@@ -158,11 +158,12 @@ class RoutingCodec(Codec):
     whole = True
     spread = None
 
-    def at(self, tokens: int) -> RoutingCodec:
-        return replace(self, dropped=self.amount.dropped(tokens))
+    def at(self, tokens: int) -> Codec:
+        dropped = self.amount.dropped(tokens)
+        return replace(self, dropped=dropped) if dropped else DenseCodec(self.group, self.residual)
 
     def begins(self, row: int, turn: bool, sealing: Sealing | None) -> bool:
-        return turn
+        return turn and sealing is not None and self.amount.added(sealing.tokens(row + 1)[row]) > 0
 
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
         layout, device = segment.layout, segment.device

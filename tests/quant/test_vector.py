@@ -242,6 +242,13 @@ def test_predicted_values_are_close_on_the_reference_model() -> None:
         assert float((values - exact).square().sum()) < 0.5 * float(exact.square().sum())
 
 
+def test_a_press_around_it_is_refused() -> None:
+    """It would change the number of pairs, and not the number of dropped values."""
+    for text in ("per_layer_compression(vector(knorm)):compression_ratios=(0.5,0.9)", "decoding(vector(knorm))"):
+        with pytest.raises(TypeError, match="such as SnapKVPress, got VectorPress"):
+            kvpress.get_press(text)
+
+
 def test_presses_that_change_pairs_or_evict_again_are_refused() -> None:
     for inner in ("merging(knorm:0.5)", "key_rerotation(knorm:0.5)", "refit(knorm:0.5)"):
         with pytest.raises(TypeError, match="VectorPress predicts the values of the model from its keys"):
