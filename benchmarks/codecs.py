@@ -41,6 +41,7 @@ METHODS: dict[str, list[str]] = {
     "kvquant": [f"kvquant:bits={b},{TAIL}" for b in (4, 3, 2)],
     "kvquant, no outliers": [f"kvquant:bits={b},outliers=0,{TAIL}" for b in (4, 3, 2)],
     "aquakv": [f"aquakv:bits={b},{TAIL}" for b in ("4", "3", "(3,2)", "2")],
+    "oscar": [f"oscar:bits={b},sinks=4,{TAIL}" for b in (4, 3, 2)],
     "cq": [f"cq:coupled={channels},{TAIL}" for channels in (4, 8)],
 }
 

@@ -156,6 +156,19 @@ class RandomPredictors(kvpress.AquaKVPress):
         return super().recipe()
 
 
+class RandomRotations(kvpress.OscarPress):
+    """OSCAR with random rotations: the time does not depend on their entries."""
+
+    def found(self) -> Calibration:
+        generator = torch.Generator().manual_seed(0)
+        of_layer = {side: torch.linalg.qr(torch.randn(64, 64, generator=generator)).Q for side in ("keys", "values")}
+        return Calibration({f"{n}.{name}": tensor for n in range(8) for name, tensor in of_layer.items()}, {})
+
+    def recipe(self, model: ModelFacts | None = None) -> Recipe:
+        """Skip the check of a file, as there is none."""
+        return super().recipe()
+
+
 class RandomChannels(kvpress.DoubleSparsityPress):
     """Double Sparsity with random channels, which cost as much to read as calibrated ones."""
 
@@ -169,6 +182,7 @@ STAND_INS = {
     kvpress.KVQuantPress: RandomLevels,
     kvpress.BlockGTQPress: RandomEnergies,
     kvpress.AquaKVPress: RandomPredictors,
+    kvpress.OscarPress: RandomRotations,
     kvpress.DoubleSparsityPress: RandomChannels,
 }
 """Presses that need a calibration file, which this model does not have."""

@@ -61,6 +61,7 @@ LEARNED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "fastkvzip": ("gates", "fastkvzip", {"steps": 3}), "headkv": ("table", "kvzip_heads", {}),
     "kvquant": ("calibration", "kvquant", {}), "kvzap": ("weights", "kvzap", {"steps": 3}),
     "leank": ("calibration", "leank", {"steps": 2}), "lukv": ("curve", "lukv", {}), "qfilter": ("filters", "qfilter", {}),
+    "oscar": ("calibration", "oscar", {}), "vector": ("calibration", "aquakv", {}),
     "restorekv": ("adapter", "restorekv", {"steps": 2}), "rlkv": ("table", "kvzip_heads", {}),
 }  # fmt: skip
 """For each press with a calibration file: its argument for the file, the method of `kvpress calibrate`, its settings."""

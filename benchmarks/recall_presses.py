@@ -6,6 +6,7 @@
     python -m benchmarks.recall_presses quarter --out quarter.json
     python -m benchmarks.recall_presses recommended --out essays.json --filler essays
     python -m benchmarks.recall_presses seen --out seen.json --question-aware
+    python -m benchmarks.recall_presses fitted --out fitted.json   (with predictors.safetensors and rotations.safetensors here)
     python -m benchmarks.recall_table half.json --by-size
 
 `half` keeps half of the pairs where a press has a ratio, and its own default size otherwise. Presses are measured in groups
@@ -147,6 +148,20 @@ RECOMMENDED = (
     "keydiff:0.5",
     "quest:budget=128,page_size=4",
 )
+PREDICTORS, ROTATIONS = "calibration=predictors.safetensors", "calibration=rotations.safetensors"
+FITTED = (
+    "snapkv:0.5",
+    "compactor:0.5",
+    "keydiff:0.5",
+    "rotated:bits=3",
+    "kivi:bits=2",
+    f"vector(snapkv:0.5):{PREDICTORS}",
+    f"vector(compactor:0.5):{PREDICTORS}",
+    f"vector(keydiff:0.5):{PREDICTORS}",
+    *(f"oscar:bits={bits},residual_length=32,sinks=4,{ROTATIONS}" for bits in (4, 3, 2)),
+    *(f"saw_int4:bits={bits},residual_length=32,sinks=4" for bits in (4, 2)),
+)
+"""Presses with a file of the model, in the folder in which the study runs, beside others of their size."""
 STUDIES: dict[str, tuple[str, ...]] = {
     "half": (*CODECS, *EVICTORS, *SELECTORS, *SPARSE_PREFILL, *REREADERS, *SIZES),
     "quarter": (
@@ -162,6 +177,7 @@ STUDIES: dict[str, tuple[str, ...]] = {
         "keydiff:0.75",
     ),
     "recommended": RECOMMENDED,
+    "fitted": FITTED,
     "seen": (
         "snapkv:0.75",
         "snapkv:0.75,window_size=20,kernel_size=21",

@@ -19,8 +19,10 @@ from kvpress.quant.coupled import CoupledCodec
 from kvpress.quant.floats import FloatCodec
 from kvpress.quant.gear import GEARCodec
 from kvpress.quant.kvarn import BalancedCodec
+from kvpress.quant.oscar import OscarCodec, basis_of
 from kvpress.quant.rotated import CentredCodec
 from kvpress.quant.uniform import UniformCodec
+from kvpress.quant.vector import Routed, RoutingCodec
 from kvpress.quant.zipcache import ZipCacheCodec
 from kvpress.sparse.offload import HostCodec
 from tests.quant.test_codebook import embedding
@@ -28,6 +30,8 @@ from tests.quant.test_codebook import embedding
 HEADS, DIM = 2, 32
 BOOK = torch.randn(HEADS, DIM // 4, 16, 4, generator=torch.Generator().manual_seed(7)).half()
 ENERGY = torch.randn(HEADS, DIM // 2, generator=torch.Generator().manual_seed(8)).exp()
+BASIS = basis_of(torch.diag(torch.arange(1.0, DIM + 1)))
+MAP = torch.randn(HEADS, DIM, DIM, generator=torch.Generator().manual_seed(9)).half() / 8
 CODECS: dict[str, Codec] = {
     "dense": DenseCodec(4, 3),
     "host": HostCodec(4, 3),
@@ -40,6 +44,8 @@ CODECS: dict[str, Codec] = {
     "floats": FloatCodec("fp8", 3, group=4),
     "floats in blocks": FloatCodec("nvfp4", 3, group=4),
     "coded": CoupledCodec(BOOK, BOOK, (4, 4), (4, 4), 3),
+    "rotated by layer": OscarCodec(BASIS, BASIS.T.contiguous(), (2, 4), (0.96, 0.92), 16, 3, group=4),
+    "without values": RoutingCodec(Routed(0.5), MAP, MAP[:, 0].contiguous(), group=4, residual=3),
     "digits": BlockCodec(ENERGY, ENERGY, DIM, (3, 4), 0, 3, group=4),
 }
 CODECS["in a file"] = UniformCodec(4, 2, (4, 1), (1, 8), 4, 3)

@@ -27,6 +27,7 @@ from kvpress.calibrate import (
     LUKVSettings,
     PredictorSettings,
     QuerySettings,
+    RotationSettings,
     calibrate,
 )
 from kvpress.calibrate.run import FinishedLayers
@@ -46,6 +47,7 @@ SETTINGS = {
     "kvzap": KVzapSettings(steps=2, width=3),
     "loki": KeyDirectionSettings(),
     "lukv": LUKVSettings("knorm"),
+    "oscar": RotationSettings(),
     "qfilter": FilterSettings(),
 }
 SPECS = {
@@ -59,6 +61,7 @@ SPECS = {
     "kvzap": "kvzap:0.5,weights='{}'",
     "loki": "loki:calibration='{}'",
     "lukv": "lukv(knorm:0.5):curve='{}'",
+    "oscar": "oscar:bits=2,calibration='{}'",
     "qfilter": "qfilter:0.5,filters='{}'",
 }
 TENSOR = {
@@ -72,6 +75,7 @@ TENSOR = {
     "kvzap": "2.2.weight",
     "loki": "2.rotated",
     "lukv": "2.curve",
+    "oscar": "2.keys",
     "qfilter": "2.filter",
 }
 each_method = pytest.mark.parametrize("method", SETTINGS)

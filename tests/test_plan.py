@@ -23,6 +23,7 @@ from kvpress.calibrate import (
     EnergySettings,
     LevelSettings,
     PredictorSettings,
+    RotationSettings,
     calibrate,
 )
 from kvpress.cli import PLANNED, app
@@ -69,6 +70,8 @@ SPECS = [
     "eoptshrinkq:rank=2",
     "zipcache",
     "cq:coupled=8",
+    "vector(snapkv:0.5)",
+    "vector(adakv(snapkv:0.75)):share=0.5",
     "kivi:bits=2,sinks=4",
     "kivi:bits=2 + quest:budget=128,skip_layers=0",
     "snapkv:0.5 + kivi:bits=2 + quest:budget=128",
@@ -109,6 +112,7 @@ SEALING = {
     "aquakv": "aquakv:bits=3,calibration='{predictors}'",
     "block_gtq": "block_gtq:calibration='{energies}',residual_length=16",
     "cq": "cq:bits=4,calibration='{books}',residual_length=16",
+    "oscar": "oscar:calibration='{rotations}',residual_length=16,sinks=4",
     "think": "think:0.5,window_size=16",
     "leank": "leank:0.5,calibration='{scales}',sink_size=4,recent_size=16,interval=16",
     "quest": "quest:budget=32,page_size=8,skip_layers=0",
@@ -128,13 +132,15 @@ SEALING = {
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("calibrated")
-    paths = {name: folder / f"{name}.safetensors" for name in ("books", "channels", "levels", "predictors", "energies")}
+    names = ("books", "channels", "levels", "predictors", "energies", "rotations")
+    paths = {name: folder / f"{name}.safetensors" for name in names}
     settings = (
         CoupledSettings((4, 4), (4, 4), fisher=False, iterations=2),
         ChannelSettings(),
         LevelSettings(fisher=False),
         PredictorSettings(iterations=5),
         EnergySettings(),
+        RotationSettings(),
     )
     for path, chosen in zip(paths.values(), settings, strict=True):
         calibrate(tiny_model("llama"), tokens(2, 60), chosen, path)
@@ -157,6 +163,14 @@ def test_every_codec_and_selector_is_planned_for() -> None:
 @pytest.mark.parametrize("name", SEALING)
 def test_the_plan_holds_after_generation(name: str, evicting: str, files: dict[str, Path]) -> None:
     press = kvpress.get_press(evicting + SEALING[name].format(**files))
+    walked, reported = measured(press, 240, 40)
+    assert reported == walked
+    planned = plan(press, Geometry.of(tiny_model("llama").config), 240, 2, 40)
+    assert planned.total_bytes == pytest.approx(walked, rel=0.02)
+
+
+def test_dropped_values_are_planned_after_generation(files: dict[str, Path]) -> None:
+    press = kvpress.get_press(f"vector(snapkv:0.5):calibration='{files['predictors']}'")
     walked, reported = measured(press, 240, 40)
     assert reported == walked
     planned = plan(press, Geometry.of(tiny_model("llama").config), 240, 2, 40)

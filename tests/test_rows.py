@@ -47,6 +47,7 @@ EVICTING = {
     "part by part": "bounded(compactor:0.5,sink_size_start=2,sink_size_end=2,chunk_size=8,sketch_dimension=8):chunk=7",
     "of a size": "frontier:smaller=2",
     "of bytes, in two widths": "frontier:bytes=15000",
+    "without values": "vector(adakv(snapkv:0.3,window_size=4)):calibration={predictors}",
     "labels of codes": "adakv(snapkv:0.3,window_size=4) + {turboquant} + {labels}",
 }
 SPECS = {

@@ -112,7 +112,9 @@ def test_pairs_that_are_taken_joined_and_moved_are_read(name: str, monkeypatch: 
 def test_parts_of_a_format_give_its_attention(name: str) -> None:
     stored, queries = segment(name), torch.randn(4, 3, DIM)
     parts = stored.as_parts(queries, Logits(0.2))
-    assert parts is not None
+    if parts is None:
+        assert name == "without values"  # a prediction follows the operator
+        return
     same(kernels.decode_parts(queries, parts, kernels.Options(0.2)), attend(stored, queries))
 
 

@@ -159,7 +159,7 @@ def test_a_sealed_copy_of_the_window_keeps_its_weights(name: str) -> None:
             store.window.weigh(factors)
             for n, row in enumerate(factors.flatten(0, 1)):
                 weights |= {(n, at): float(weight) for at, weight in enumerate(row, store.window.first)}
-        store.settle(codec, Sealing(HEADS))
+        store.settle(codec, Sealing(HEADS, seen=store.seen), turn=name == "without values")
     assert store.segments
     for part in store.sealed:
         for n in range(4):

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -15,7 +15,7 @@ from kvpress import kernels
 from kvpress.cache.attention import Logits, Partial, merge
 from kvpress.cache.layout import Layout, interleave
 from kvpress.cache.offset import common_offset
-from kvpress.cache.segment import OfStreams, Segment
+from kvpress.cache.segment import DenseSegment, OfStreams, Segment
 from kvpress.cache.storage import Axis, RowChoice, own, part
 
 
@@ -178,6 +178,25 @@ class MixedSegment(Segment):
             layout = Layout(torch.bincount(stream[in_part], minlength=choice.layout.streams).tolist())
             chosen[name] = RowChoice(part_rows[in_part], layout, layout)
         return chosen
+
+
+def divided(pairs: DenseSegment, second: Tensor) -> tuple[DenseSegment, DenseSegment]:
+    """Return the pairs that `second`, bool [total], does not mark, and those that it marks, both without slots."""
+    halves = []
+    for marked in (~second, second):
+        rows = marked.nonzero().flatten().to(pairs.device)
+        lengths = torch.bincount(pairs.layout.streams_of(rows), minlength=pairs.layout.streams)
+        halves.append(DenseSegment(pairs.keys[rows], pairs.values[rows], Layout(lengths.tolist())))
+    return halves[0], halves[1]
+
+
+def plain_segments(segments: Iterable[Segment]) -> Iterator[Segment]:
+    """Yield all segments of one format, of mixed segments their parts."""
+    for segment in segments:
+        if isinstance(segment, MixedSegment):
+            yield from plain_segments(segment.parts)
+        else:
+            yield segment
 
 
 def by_format(segments: Sequence[Segment]) -> Segment:

@@ -181,7 +181,7 @@ class Angles(Held):
             fine, coarse = self.fine, torch.cat([self.coarse, coarse])
         else:
             # Scaled embeddings (YaRN) have a factor in cos and sin, which stays in the coarse table.
-            fine, coarse = fine / fine[:1, :1], coarse.contiguous()
+            fine, coarse = fine / fine[:1, :1], coarse.clone()  # a view would keep the whole table
         computed = torch.stack(Rotary(coarse, fine, shift=probes).angles(probes), dim=1)
         # Three entries are rounded to the dtype of the model, and the product of position and frequency to float32.
         rounding = 2 * torch.finfo(cos.dtype).eps + positions * torch.finfo(torch.float32).eps
@@ -225,9 +225,8 @@ class KeyRotation(Held):
         keys = torch.empty(segment.keys.shape, device=segment.device)
         for n in range(segment.layout.streams):
             rows = segment.layout.rows(n)
-            cos, sin = rotary.angles(rotary.at(n, torch.arange(rows.start, rows.stop, device=segment.device)))
-            scale = cos.square() + sin.square()
-            keys[rows] = rotate_halves(segment.keys[rows].float(), cos / scale, -sin / scale)
+            at = rotary.at(n, torch.arange(rows.start, rows.stop, device=segment.device))
+            keys[rows] = rotary.rotate_back(segment.keys[rows], at)
         return keys
 
 

@@ -22,7 +22,7 @@ from kvpress.quant.press import QuantisingPress
 class CalibratedPress(QuantisingPress):
     """Base of presses that read tables from the file `calibration`; the bundled reference model needs none.
 
-    Keys are encoded before their rotary embedding, so models that do not rotate channel halves are refused.
+    Where keys are encoded before their rotary embedding, models that do not rotate channel halves are refused.
     """
 
     calibration: str | None
@@ -32,6 +32,8 @@ class CalibratedPress(QuantisingPress):
     """Tables of the heads of this rank, of a copy that serves one; None for the tables of the file."""
     tables: ClassVar[str] = "tables"
     """Noun for the content of a file, used in messages."""
+    before_rotary: ClassVar[bool] = True
+    """Whether keys are encoded before their rotary embedding."""
 
     @property
     def shipped_as(self) -> str:
@@ -64,7 +66,7 @@ class CalibratedPress(QuantisingPress):
         if model is not None and self._rank_tables is None:
             self.check_settings(self.found())
             self.found().check(self.method, model, self.source, self.held)
-            for layer in model.layers if model.loaded else ():
+            for layer in model.layers if model.loaded and self.before_rotary else ():
                 check_rotates_halves(layer)
         return recipe
 

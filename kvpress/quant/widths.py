@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, TypeAlias
 
@@ -13,8 +13,7 @@ from torch import Tensor
 
 from kvpress.cache.codec import Codec, DenseCodec, Sealing
 from kvpress.cache.common import CommonSegment
-from kvpress.cache.layout import Layout
-from kvpress.cache.mixed import Flags, MixedSegment, by_format
+from kvpress.cache.mixed import Flags, MixedSegment, by_format, divided, plain_segments
 from kvpress.cache.report import format_bytes
 from kvpress.cache.segment import SLOT, DenseSegment, Segment
 from kvpress.core.amount import Amount
@@ -246,19 +245,15 @@ class FittingCodec(Codec):
         filled = {widths[n // heads] for n, length in enumerate(segment.layout.lengths) if length}
         kinds = sorted(filled)
         numbers = torch.tensor([kinds.index(width) if width in filled else 0 for width in widths for _ in range(heads)])
-        plain = replace(sealing, earlier=tuple(_leaves(sealing.earlier)))
+        plain = replace(sealing, earlier=tuple(plain_segments(sealing.earlier)))
         return self._encode(segment, numbers[segment.layout.stream_of_row], kinds, plain)
 
     def _encode(self, segment: DenseSegment, number: Tensor, kinds: Sequence[Width], sealing: Sealing) -> Segment:
         """Encode every pair in the width `kinds[number]`, where `number [total]` holds one index for each pair."""
         if len(kinds) == 1:
             return self.room.codec(kinds[0]).encode(segment, sealing)
-        second, parts = number > 0, []
-        for selected in (~second, second):
-            rows = selected.nonzero().flatten()
-            counts = torch.bincount(segment.layout.streams_of(rows), minlength=segment.layout.streams)
-            at = rows.to(segment.device)
-            parts.append(DenseSegment(segment.keys[at], segment.values[at], Layout(counts.tolist())))
+        second = number > 0
+        parts = divided(segment, second)
         first = self.room.codec(kinds[0]).encode(parts[0], sealing)
         others = self._encode(parts[1], number[second] - 1, kinds[1:], sealing)
         return MixedSegment(first, others, Flags.of(second.to(segment.device)), segment.layout)
@@ -278,18 +273,9 @@ class FittingCodec(Codec):
 def widths_held(parts: Iterable[Segment], heads: int) -> dict[int, Width]:
     """Return the width of every row that has encoded pairs, the fewest bits where pairs differ; a row has `heads` streams."""
     held: dict[int, Width] = {}
-    for part in _leaves(part.known() for part in parts):
+    for part in plain_segments(part.known() for part in parts):
         if not isinstance(part, RotatedSegment):
             continue
         for row in {n // heads for n, length in enumerate(part.layout.lengths) if length}:
             held[row] = min((part.keys.bits, part.values.bits), held.get(row, DENSE))
     return held
-
-
-def _leaves(parts: Iterable[Segment]) -> Iterator[Segment]:
-    """Yield the single-width segments within mixed segments."""
-    for part in parts:
-        if isinstance(part, MixedSegment):
-            yield from _leaves(part.parts)
-        else:
-            yield part

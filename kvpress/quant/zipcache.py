@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from kvpress.cache.codec import Codec, Sealing
 from kvpress.cache.layout import Layout
-from kvpress.cache.mixed import Flags, MixedSegment
+from kvpress.cache.mixed import Flags, MixedSegment, divided
 from kvpress.cache.segment import DenseSegment, Segment
 from kvpress.core.checks import Count, Range, Share, Size
 from kvpress.core.model import LayerFacts, ModelFacts
@@ -91,15 +92,12 @@ class ZipCacheCodec(Codec):
 
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
         saliency = segment.side_array("saliency") / segment.side_array("probes").clamp_min(1)
-        salient = top_per_stream(saliency, segment.layout, self.salient_ratio)
+        counts = [round(self.salient_ratio * length) for length in segment.layout.lengths]
+        salient = top_per_stream(saliency, segment.layout, counts)
         scale = self._channel_scale(segment, sealing)
-        parts = []
-        for bits, selected in ((self.low, ~salient), (self.high, salient)):
-            rows = selected.nonzero().flatten()
-            lengths = torch.bincount(segment.layout.streams_of(rows), minlength=segment.layout.streams)
-            pairs = DenseSegment(*segment.read(rows), Layout(lengths.tolist()))
-            parts.append(self._encode(pairs, bits, scale))
-        return MixedSegment(parts[0], parts[1], Flags.of(salient), segment.layout)
+        halves = zip(divided(segment, salient), (self.low, self.high), strict=True)
+        low, high = (self._encode(pairs, bits, scale) for pairs, bits in halves)
+        return MixedSegment(low, high, Flags.of(salient), segment.layout)
 
     def _channel_scale(self, segment: DenseSegment, sealing: Sealing) -> Tensor:
         """Square root of the largest |value| of every channel, float32 [N, Dv]; streams keep the scale of their first pairs."""
@@ -145,12 +143,12 @@ class ZipCacheCodec(Codec):
         return 2 * 4 * dim  # channel scales of the values, in each class
 
 
-def top_per_stream(scores: Tensor, layout: Layout, share: float) -> Tensor:
-    """Mark the `round(share * n)` largest scores of every stream of n pairs, bool [total]; ties go to the newest."""
+def top_per_stream(scores: Tensor, layout: Layout, counts: Sequence[int]) -> Tensor:
+    """Mark the `counts[n]` largest scores of each stream n, bool [total]; ties go to the newest."""
     stream = layout.streams_of(torch.arange(layout.total, device=scores.device))
     order = scores.flip(0).argsort(descending=True, stable=True)
     order = layout.total - 1 - order
     order = order[stream[order].argsort(stable=True)]
-    quota = torch.tensor([round(share * length) for length in layout.lengths], device=scores.device)
+    quota = torch.tensor(counts, device=scores.device)
     rank = torch.arange(layout.total, device=scores.device) - layout.on(scores.device)[0][stream]
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(0, order, rank < quota[stream])

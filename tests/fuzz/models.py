@@ -125,6 +125,7 @@ FILES: dict[str, tuple[str, Callable[[str, Path], None]]] = {
     "predictors": ("predictors.safetensors", _calibration("aquakv", iterations=3)),
     "channels": ("channels.safetensors", _calibration("double_sparsity")),
     "energies": ("energies.safetensors", _calibration("block_gtq")),
+    "rotations": ("rotations.safetensors", _calibration("oscar")),
     "filters": ("filters.safetensors", _calibration("qfilter")),
     "gates": ("gates.pt", _gates),
     "curve": ("curve.npy", _curve),

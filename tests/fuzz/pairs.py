@@ -143,13 +143,19 @@ def _of_prompt(press: Tree, tokens: int, layer: int) -> int | None:
     scorer = list(inside(press))[-1]
     budget = setting(scorer, "budget")
     if budget is not None:
-        return min(tokens, int(budget))
+        return _routed(press, tokens, min(tokens, int(budget)))
     ratio = setting(scorer, "compression_ratio")
     if "per_layer_compression" in names:
         if "pyramidkv" in names:
             return None  # both settings give the number of pairs of a layer
         ratio = next(part["compression_ratios"] for part in inside(press) if "compression_ratios" in part)[layer]
-    return int(tokens * (1 - ratio))
+    return _routed(press, tokens, int(tokens * (1 - ratio)))
+
+
+def _routed(press: Tree, tokens: int, kept: int) -> int:
+    """Return the number of pairs that stay where `vector` drops values, for `kept` pairs of the press inside it."""
+    share = next((setting(part, "share") for part in inside(press) if part["name"] == "vector"), 0.0)
+    return kept + int(share * max(0, min(tokens - kept, kept - 1)) / 2)
 
 
 def _of_decoding(press: Tree, seen: int, prompt_budget: int | None) -> tuple[int, int | None]:

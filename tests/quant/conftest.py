@@ -14,6 +14,7 @@ from kvpress.calibrate import (
     EnergySettings,
     LevelSettings,
     PredictorSettings,
+    RotationSettings,
     calibrate,
 )
 from tests.models import tiny_model, tokens
@@ -55,3 +56,9 @@ def predictors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def energies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Calibration files by model family: energies of pairs of channels for `block_gtq`."""
     return calibrated(tmp_path_factory.mktemp("energies"), lambda _: EnergySettings())
+
+
+@pytest.fixture(scope="session")
+def rotations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Calibration files by model family: rotations for `oscar`."""
+    return calibrated(tmp_path_factory.mktemp("rotations"), lambda _: RotationSettings())

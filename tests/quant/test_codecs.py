@@ -41,6 +41,7 @@ CODECS = {
     "kvquant": "kvquant:bits=3,outliers=0.02,residual_length=8,calibration='{kvquant}'",
     "block_gtq": "block_gtq:bits={bits},residual_length=8,calibration='{block_gtq}'",
     "aquakv": "aquakv:bits=3,residual_length=8,calibration='{aquakv}'",
+    "oscar": "oscar:bits={bits},residual_length=8,sinks=3,group_size=8,key_clip=1.0,value_clip=1.0,calibration='{oscar}'",
 }
 SPREAD = (
     *(
@@ -56,7 +57,7 @@ SPREAD = (
         "cq",
         "kvquant",
     ),
-    "aquakv",
+    *("aquakv", "oscar"),
 )
 """Codecs whose error in one channel depends on other channels of the pair or on the data of a codebook."""
 FAMILIES = ["llama", "qwen3", "phi3"]
@@ -66,9 +67,19 @@ Fitted = dict[str, dict[str, Path]]
 
 @pytest.fixture(scope="module")
 def fitted(
-    books: dict[str, Path], levels: dict[str, Path], predictors: dict[str, Path], energies: dict[str, Path]
+    books: dict[str, Path],
+    levels: dict[str, Path],
+    predictors: dict[str, Path],
+    energies: dict[str, Path],
+    rotations: dict[str, Path],
 ) -> Fitted:
-    files_by_method = {"cq": books, "kvquant": levels, "aquakv": predictors, "block_gtq": energies}
+    files_by_method = {
+        "cq": books,
+        "kvquant": levels,
+        "aquakv": predictors,
+        "block_gtq": energies,
+        "oscar": rotations,
+    }
     return {family: {name: files[family] for name, files in files_by_method.items()} for family in FAMILIES}
 
 

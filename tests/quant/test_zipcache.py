@@ -115,9 +115,10 @@ def test_hashes_spread_evenly() -> None:
 def test_the_most_salient_of_every_stream_are_marked() -> None:
     layout = Layout([5, 0, 4])
     scores = torch.tensor([3.0, 1, 4, 1, 5, 2, 2, 2, 2])
-    assert top_per_stream(scores, layout, 0.5).int().tolist() == [0, 0, 1, 0, 1, 0, 0, 1, 1]
-    assert not top_per_stream(scores, layout, 0.0).any()
-    assert top_per_stream(scores, layout, 1.0).all()
+    assert top_per_stream(scores, layout, (2, 0, 2)).int().tolist() == [0, 0, 1, 0, 1, 0, 0, 1, 1]
+    assert top_per_stream(scores, layout, (1, 0, 3)).int().tolist() == [0, 0, 0, 0, 1, 0, 1, 1, 1]
+    assert not top_per_stream(scores, layout, (0, 0, 0)).any()
+    assert top_per_stream(scores, layout, (5, 0, 4)).all()
 
 
 def encode(values: torch.Tensor, low: int = 2) -> torch.Tensor:

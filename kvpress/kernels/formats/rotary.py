@@ -60,6 +60,12 @@ class Rotary:
         """Rotate keys [S, D] to positions [S]."""
         return rotate_halves(keys, *self.angles(at))
 
+    def rotate_back(self, keys: Tensor, at: Tensor) -> Tensor:
+        """Return keys [S, D] without their rotation to positions [S], float32; a factor in cosines and sines is removed too."""
+        cos, sin = self.angles(at)
+        scale = cos.square() + sin.square()
+        return rotate_halves(keys.float(), cos / scale, -sin / scale)
+
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Return all tensors, in the order of the fields."""
         return self.coarse, self.fine, self.shift, self.positions
