@@ -112,12 +112,28 @@ def compressed_tensors(bits: int, path: str, stack: ExitStack) -> Any:
 
 
 def gptqmodel(method: str, path: str, stack: ExitStack) -> Any:
-    """Replace each linear layer by one of GPTQ or AWQ of GPTQModel, with codes that are rounded without calibration."""
+    """Write a checkpoint of GPTQ or AWQ, with codes that GPTQModel packs without calibration, and load it.
+
+    Of the layers of GPTQModel, those in torch are used: its kernels for CPUs are compiled for minutes at the first pass. For
+    GPTQ, transformers also needs the package optimum.
+    """
     from gptqmodel.nn_modules.qlinear.torch import TorchLinear
     from gptqmodel.nn_modules.qlinear.torch_awq import AwqTorchLinear
 
     stack.enter_context(mock.patch.object(torch._dynamo.config, "disable", True))  # layers of GPTQ compile themselves
     kind = {"gptq": TorchLinear, "awq": AwqTorchLinear}[method]
+    files: dict[str, dict[str, Any]] = {
+        "gptq": {"checkpoint_format": "gptq_v2", "backend": "gptq_torch"},
+        "awq": {"zero_point": True, "version": "gemm", "backend": "torch_awq"},
+    }
+    settings = {
+        "quant_method": method,
+        "bits": 4,
+        "group_size": GROUP,
+        "desc_act": False,
+        "sym": False,
+        **files[method],
+    }
     dtype = torch.float32 if method == "gptq" else torch.bfloat16
     model = plain(path, dtype)
     for name, layer in linear_layers(model):
@@ -132,14 +148,16 @@ def gptqmodel(method: str, path: str, stack: ExitStack) -> Any:
         )
         groups = layer.weight.detach().float().unflatten(1, (-1, GROUP))
         low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
-        scales = ((high - low) / 15).half().float()
+        scales = ((high - low) / 14).half().float()  # 14 of 15 steps, because the zero point is rounded up
         dense = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None)
         dense.load_state_dict(layer.state_dict())
         pack = packed.pack_original if method == "gptq" else packed.pack
-        pack(dense, scales, (-low / scales).round(), torch.arange(layer.in_features, dtype=torch.int32) // GROUP)
-        packed.post_init()
-        model.set_submodule(name, packed.eval())
-    return model
+        pack(dense, scales, (-low / scales).ceil(), torch.arange(layer.in_features, dtype=torch.int32) // GROUP)
+        model.set_submodule(name, packed)
+    folder = stack.enter_context(TemporaryDirectory())
+    model.config.quantization_config = settings
+    model.save_pretrained(folder)
+    return plain(folder, dtype)
 
 
 def fp8(path: str, stack: ExitStack) -> Any:

@@ -14,10 +14,16 @@ from transformers.cache_utils import Cache, DynamicLayer
 import kvpress
 from benchmarks import tiny
 from benchmarks.families import REFUSED, WORKS, verdict
+from kvpress.hf.models import attention_modules, mixes_heads
 from tests.models import grow, padded_batch, tokens
 
 tiny_model = cache(tiny.tiny)
 
+MIXED = {
+    "diffllama": "other keys or values than those in its cache",
+    "doge": "of its attention mask, which",
+}
+"""Types that mix the values of heads, and the refusal of a module of which this is not known."""
 SAMPLE = (
     "gpt_neox",  # names its cache `layer_past`
     "gpt_bigcode",  # one KV head, against its configuration
@@ -39,10 +45,10 @@ SAMPLE = (
     "inkling_text",  # a position bias by distance
     "inkling2_text",
     "modernbert-decoder",  # its attribute `decoder` is its output projection
+    "gpt2",  # one of its attention functions is a method
+    *MIXED,
 )
 REFUSALS = {
-    "diffllama": "other keys or values than those in its cache",
-    "doge": "of its attention mask, which",
     "deepseek_v32": "its own index over all tokens",
     "rwkv": "no cache of keys and values",
     "hrm_text": "several layers of its cache from one attention module",
@@ -62,6 +68,19 @@ def test_refused_with_the_reason(kind: str) -> None:
     outcome = verdict(kind)
     assert outcome.verdict == REFUSED
     assert REFUSALS[kind] in outcome.reason
+
+
+@pytest.mark.parametrize("kind", SAMPLE)
+def test_the_source_shows_whether_heads_are_mixed(kind: str) -> None:
+    assert any(map(mixes_heads, attention_modules(tiny_model(kind)))) == (kind in MIXED)
+
+
+@pytest.mark.parametrize("kind", MIXED)
+def test_mixed_heads_are_refused_without_their_source(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpress.hf.models.reads_values_alone", lambda forward: False)
+    outcome = verdict(kind)
+    assert outcome.verdict == REFUSED
+    assert MIXED[kind] in outcome.reason
 
 
 @pytest.mark.parametrize("kind", ["hrm_text", "rwkv", "mamba"])

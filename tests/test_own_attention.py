@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that read their cache themselves: latents (MLA), position biases, and no attention interface."""
+"""Models that read their cache themselves: latents (MLA), position biases, mixed heads, and no attention interface."""
 
 from __future__ import annotations
 
+import copy
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +17,8 @@ from transformers import AttentionInterface, DynamicCache
 
 import kvpress
 from benchmarks import tiny
-from benchmarks.families import CLOSE, Oracle, Prompt, Run, grown
-from kvpress.hf.models import growing_layers
+from benchmarks.families import CLOSE, PROMPT, ROWS, STEPS, Oracle, Prompt, Run, grown
+from kvpress.hf.models import CACHE, growing_layers, with_cache
 from tests.models import fingerprint, grow, padded_batch, tokens
 
 tiny_model = cache(tiny.tiny)
@@ -26,7 +29,10 @@ SDPA = "falcon"
 STREAMS = "prophetnet"  # its decoder runs further streams of queries beside the tokens
 RELATIVE = "inkling_text"  # a learned bias by distance, through sdpa
 SINKS = "inkling2_text"  # the same with sinks, through its eager attention
-KINDS = (LATENT, ALIBI, SDPA, STREAMS, RELATIVE, SINKS)
+DIFFERENTIAL = "diffllama"  # each head reads the values of two heads
+DYNAMIC = "doge"  # a mask is computed from the values of all heads
+MIXED = (DIFFERENTIAL, DYNAMIC)
+KINDS = (LATENT, ALIBI, SDPA, STREAMS, RELATIVE, SINKS, *MIXED)
 BIASED = (ALIBI, RELATIVE, SINKS)
 
 
@@ -68,7 +74,7 @@ def test_memory_is_freed(kind: str) -> None:
 @pytest.mark.parametrize(
     "spec", ["keydiff:0.5", "adakv(keydiff:0.75)", "bounded(keydiff:0.5):chunk=8", "kivi:bits=4,group_size=4"]
 )
-@pytest.mark.parametrize("kind", [LATENT, SDPA, *BIASED])
+@pytest.mark.parametrize("kind", [LATENT, SDPA, *BIASED, *MIXED])
 def test_a_padded_row_is_that_row_alone(kind: str, spec: str) -> None:
     model, lengths = tiny_model(kind), [30, 17]
     _, mask = padded_batch(lengths)
@@ -90,7 +96,7 @@ def test_a_padded_row_is_that_row_alone(kind: str, spec: str) -> None:
                 torch.testing.assert_close(ours[row], theirs[0], **CLOSE)
 
 
-@pytest.mark.parametrize("kind", [LATENT, *BIASED])
+@pytest.mark.parametrize("kind", [LATENT, *BIASED, *MIXED])
 def test_pairs_are_evicted_while_tokens_are_generated(kind: str) -> None:
     model = tiny_model(kind)
     ids, mask = padded_batch([30, 22])
@@ -102,7 +108,7 @@ def test_pairs_are_evicted_while_tokens_are_generated(kind: str) -> None:
     assert session.cache.get_seq_length() == ids.shape[1] + 8
 
 
-@pytest.mark.parametrize("kind", [LATENT, *BIASED])
+@pytest.mark.parametrize("kind", [LATENT, *BIASED, *MIXED])
 def test_a_codec_stores_what_the_model_caches(kind: str) -> None:
     stock = Prompt().run(tiny_model(kind))
     fine, coarse = (run(kind, f"knorm:0 + kivi:bits={bits},group_size=4,residual_length=0") for bits in (8, 2))
@@ -111,7 +117,7 @@ def test_a_codec_stores_what_the_model_caches(kind: str) -> None:
     assert sizes == sorted(sizes)
 
 
-@pytest.mark.parametrize("kind", [LATENT, SDPA, *BIASED])
+@pytest.mark.parametrize("kind", [LATENT, SDPA, *BIASED, *MIXED])
 def test_a_second_turn_reads_the_kept_pairs(kind: str) -> None:
     """A turn of several tokens equals its tokens read one by one."""
     model, turn = tiny_model(kind), tokens(2, 5, seed=4)
@@ -131,7 +137,7 @@ def test_a_second_turn_reads_the_kept_pairs(kind: str) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"num_beams": 3}, {"prefill_chunk_size": 7}], ids=["beams", "chunked"])
-@pytest.mark.parametrize("kind", [LATENT, SDPA, *BIASED])
+@pytest.mark.parametrize("kind", [LATENT, SDPA, *BIASED, *MIXED])
 def test_nothing_removed_equals_stock(kind: str, settings: dict[str, Any]) -> None:
     model = tiny_model(kind)
     ids, mask = padded_batch([20, 13])
@@ -173,8 +179,9 @@ def test_presses_with_a_score_of_their_own(kind: str) -> None:
     assert all(torch.equal(head, torch.arange(10)) for layer in kept for head in layer[0])
 
 
-def test_one_reading_serves_several_presses() -> None:
-    model, specs = tiny_model(LATENT), ("knorm:0.5", "kivi:bits=4,group_size=4,residual_length=0")
+@pytest.mark.parametrize("kind", [LATENT, *MIXED])
+def test_one_reading_serves_several_presses(kind: str) -> None:
+    model, specs = tiny_model(kind), ("knorm:0.5", "kivi:bits=4,group_size=4,residual_length=0")
     ids, mask = padded_batch([30, 17])
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
     shared = kvpress.prefill(model, [kvpress.get_press(spec) for spec in specs], ids, mask).caches
@@ -213,13 +220,74 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("kind", [LATENT, *BIASED])
+@pytest.mark.parametrize("kind", [LATENT, *BIASED, *MIXED])
 @pytest.mark.parametrize("spec", REFUSED)
 def test_presses_that_need_more_than_pairs_are_refused(kind: str, spec: str) -> None:
     model = tiny_model(kind)
     with pytest.raises(NotImplementedError, match=REFUSED[spec]), kvpress.get_press(spec)(model), torch.no_grad():
         model(tokens(1, 20), use_cache=True)
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", MIXED)
+def test_mixed_heads_share_one_choice_of_pairs(kind: str, implementation: str) -> None:
+    model, prompt = tiny_model(kind), Prompt()
+    model.set_attn_implementation(implementation)
+    try:
+        outcome = run(kind, "knorm:0.5")
+        kept = kvpress.kept_positions(outcome.cache)
+        expected = Oracle(model, kept, grown(prompt.run(model).cache)).run(prompt)
+    finally:
+        model.set_attn_implementation("sdpa")
+    assert {len(layer[0]) for layer in kept} == {1}
+    for ours, theirs in zip(outcome.logits, expected.logits, strict=True):
+        torch.testing.assert_close(ours, theirs, **CLOSE)
+
+
+@pytest.mark.parametrize("kind", MIXED)
+def test_caches_of_mixed_heads_have_the_heads_of_the_model(kind: str, tmp_path: Path) -> None:
+    """A cache of the model is taken over by a press, copied, written to a file and read without a press."""
+    model, prompt = tiny_model(kind), Prompt()
+    with torch.no_grad():
+        read, expected = model(prompt.ids, use_cache=True), model(prompt.ids, use_cache=True)
+    question = prompt.next[:, :2]
+    with torch.no_grad():
+        logits = model(question, **with_cache(expected.past_key_values), use_cache=True).logits
+    caches = {"taken over": read.past_key_values}
+    with kvpress.get_press("none")(model), torch.no_grad():
+        caches["read"] = model(prompt.ids, use_cache=True).past_key_values
+    caches["without a press"] = copy.deepcopy(caches["read"])
+    kvpress.save(caches["read"], tmp_path / "cache", model)
+    caches |= {"loaded": kvpress.load(tmp_path / "cache", model), "branched": kvpress.branch(caches["read"])}
+    for name, source in caches.items():
+        with nullcontext() if name == "without a press" else kvpress.reading(model), torch.no_grad():
+            ours = model(question, **with_cache(source), use_cache=True).logits
+        torch.testing.assert_close(ours, logits, **CLOSE, msg=name)
+        assert source.layers[0].keys.shape == expected.past_key_values.layers[0].keys.shape
+
+
+def test_a_dynamic_mask_does_not_choose_evicted_pairs() -> None:
+    """Doge reads the tokens with the largest values of its own mask, here 16 of them."""
+    model, prompt = tiny.tiny(DYNAMIC), Prompt()
+    modules = [layer.self_attn for layer in model.model.layers]
+    for module in modules:
+        module.keep_window_size = 16
+    with kvpress.get_press("streaming_llm:0.5")(model):
+        outcome = prompt.run(model)
+    kept = kvpress.kept_positions(outcome.cache)[0][0][0]
+    is_kept = torch.zeros(PROMPT + STEPS, dtype=torch.bool).index_fill(0, kept, True)
+
+    def hide(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if kwargs["hidden_states"].shape[1] > 1:
+            return None
+        columns = kwargs[CACHE].get_seq_length(module.layer_idx) + 1
+        return args, {**kwargs, "attention_mask": is_kept[:columns].expand(ROWS, 1, 1, columns)}
+
+    for module in modules:
+        module.register_forward_pre_hook(hide, with_kwargs=True)
+    for ours, theirs in zip(outcome.logits, prompt.run(model).logits, strict=True):
+        torch.testing.assert_close(ours, theirs, **CLOSE)
 
 
 def test_a_compressed_cache_is_read_inside_a_block_only() -> None:

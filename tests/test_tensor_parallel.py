@@ -186,6 +186,34 @@ def test_cache_files_belong_to_their_rank(folder: Path, tmp_path: Path) -> None:
         kvpress.load(folder / "rank0.kvpress", load(folder, "random"))
 
 
+def prefix_store(rank: int, report: Callable[[Any], None], folder: Path) -> None:
+    """Report the answers behind a prefix that is read, found, and read again once a rank has lost its file."""
+    model = distributed(rank, folder, "random")
+    store, (ids, _) = kvpress.PrefixStore(folder / "store"), padded_batch([40])
+    answers = []
+    for lost in (None, None, 1, 0):
+        own_folder = store._folder(model, "adakv(knorm:0.5)")  # all ranks compute the digest of the weights
+        if lost == rank:
+            next(own_folder.glob("*.kv")).unlink()
+        torch.distributed.barrier()
+        cache = store.read(model, "adakv(knorm:0.5)", ids)
+        answers.append((answer(model, torch.tensor([[5, 9, 14]]), cache), store.hits))
+    report(answers)
+
+
+def test_ranks_find_a_prefix_together(folder: Path, tmp_path: Path) -> None:
+    """A rank that has lost its file makes all ranks read the prompt again; another number of ranks finds nothing."""
+    first, second = (reports[0] for reports in together(prefix_store, tmp_path, 2, folder))
+    assert first == second
+    assert [hits for _, hits in first] == [0, 1, 1, 1]
+    assert len({str(tokens) for tokens, _ in first}) == 1
+    store, (ids, _) = kvpress.PrefixStore(folder / "store"), padded_batch([40])
+    model = load(folder, "random")
+    assert len(store) == 2
+    assert store.find(model, "adakv(knorm:0.5)", ids) is None
+    assert answer(model, torch.tensor([[5, 9, 14]]), store.read(model, "adakv(knorm:0.5)", ids)) == first[0][0]
+
+
 def refused(rank: int, report: Callable[[Any], None], folder: Path, names: Sequence[str]) -> None:
     """Report the errors of models whose pairs ranks cannot share."""
     messages = []

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvpress.cache.segment import Segment
 from kvpress.cache.store import KVStore
 
 
@@ -30,6 +31,17 @@ def dense_pairs(store: KVStore) -> tuple[Tensor, Tensor]:
     )
 
 
+def merge_heads(vectors: Tensor) -> Tensor:
+    """Return the vectors `[B, H, n, D]` of all heads side by side, `[B, 1, n, H * D]`."""
+    return vectors.transpose(1, 2).flatten(2)[:, None]
+
+
+def split_heads(vectors: Tensor, heads: int) -> Tensor:
+    """Undo `merge_heads`."""
+    split: Tensor = vectors[:, 0].unflatten(-1, (heads, -1))
+    return split.transpose(1, 2)
+
+
 def pairs_in_columns(store: KVStore, latent: bool = False) -> tuple[Tensor, Tensor]:
     """Return keys `[B, H, seen, D]` and values `[B, H, seen, Dv]` with every stored pair in its column, evicted ones marked.
 
@@ -43,14 +55,30 @@ def pairs_in_columns(store: KVStore, latent: bool = False) -> tuple[Tensor, Tens
         mark = float("nan") if which == int(latent) else 0.0
         arrays.append(like.new_full((store.batch * store.heads * store.seen, like.shape[3]), mark))
     for segment in store.sealed:
-        rows = torch.arange(segment.layout.total, device=segment.device)
-        columns = segment.layout.streams_of(rows) * store.seen + segment.slots().to(segment.device)
+        columns = _columns(segment, store.seen)
         for dense, stored in zip(arrays, segment.read(slice(None)), strict=True):
             dense.index_copy_(0, columns, stored.to(dense.dtype))
     keys, values = (dense.unflatten(0, (store.batch, store.heads, store.seen)) for dense in arrays)
     keys[:, :, window.first : window.first + window.length] = window.filled_keys
     values[:, :, window.first : window.first + window.length] = window.filled_values
     return keys, values
+
+
+def evicted_columns(store: KVStore) -> Tensor:
+    """Return which columns hold no pair any more, bool `[B, H, seen]`."""
+    window = store.window
+    evicted = torch.ones(store.batch * store.heads * store.seen, dtype=torch.bool, device=window.keys.device)
+    for segment in store.sealed:
+        evicted[_columns(segment, store.seen).to(evicted.device)] = False
+    evicted = evicted.view(store.batch, store.heads, store.seen)
+    evicted[:, :, window.first : window.first + window.length] = False
+    return evicted
+
+
+def _columns(segment: Segment, seen: int) -> Tensor:
+    """Return the index of each pair of a segment in flat `[B * H * seen]` columns."""
+    rows = torch.arange(segment.layout.total, device=segment.device)
+    return segment.layout.streams_of(rows) * seen + segment.slots().to(segment.device)
 
 
 def why_unreadable(stores: Sequence[KVStore]) -> str:

@@ -39,6 +39,8 @@ class LayerFacts:
     """The model's configuration gives the number of KV heads."""
     value_dim: int | None = None
     """Numbers in a cached value; None for `head_dim`."""
+    merged_heads: int = 1
+    """KV heads of the model that share one choice of pairs and are stored side by side, as one KV head."""
     module: nn.Module | None = None
     """Attention module; None if the model is not loaded."""
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None

@@ -27,6 +27,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from kvpress.core.model import LayerFacts, ModelFacts
 from kvpress.hf.config import build_facts, config_layers, load_config
+from kvpress.hf.head_mixing import reads_values_alone
 from kvpress.hf.model_files import folder_of
 from kvpress.hf.shards import shards_of
 from kvpress.hf.weights import digest_of_weights
@@ -87,6 +88,11 @@ def uses_interface(module: nn.Module) -> bool:
         return False
     sources = [sys.modules.get(base.__module__) for base in type(module).__mro__]
     return any(hasattr(source, "ALL_ATTENTION_FUNCTIONS") for source in sources)
+
+
+def mixes_heads(module: nn.Module) -> bool:
+    """Whether a module mixes the cached values of heads outside of its attention function, so that heads need equal pairs."""
+    return uses_interface(module) and reads_values_alone(type(module).forward)
 
 
 def with_cache(cache: Cache) -> dict[str, Any]:
@@ -233,9 +239,15 @@ def _measured(layer: LayerFacts, module: nn.Module) -> LayerFacts:
         return layer
     width = getattr(getattr(module, "k_proj", None), "out_features", None)
     dim = getattr(module, "head_dim", layer.head_dim)
-    if not isinstance(width, int) or width % dim:
-        return replace(layer, declared=False)
-    return replace(layer, kv_heads=width // dim, head_dim=dim, declared=True)
+    if isinstance(width, int) and width % dim == 0:
+        layer = replace(layer, kv_heads=width // dim, head_dim=dim, declared=True)
+    else:
+        layer = replace(layer, declared=False)
+    if not mixes_heads(module):
+        return layer
+    # Before a press takes a cache over, the cache holds the heads of the model, so its shape is not checked.
+    merged_dim = layer.kv_heads * layer.head_dim
+    return replace(layer, kv_heads=1, head_dim=merged_dim, merged_heads=layer.kv_heads, declared=False)
 
 
 def new_cache(model: PreTrainedModel) -> DynamicCache:

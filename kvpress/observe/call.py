@@ -84,6 +84,8 @@ class AttentionLayer:
     """Expands cached latents to keys and values; None where the module caches keys and values."""
     reads_itself: bool = False
     """Whether the module reads the cache in code of its own, so that queries are unavailable, `[B, H, Q, 0]`."""
+    merged_heads: int = 1
+    """KV heads of the module that are stored side by side, as one."""
     shards: Shards = UNDIVIDED
     """Ranks among which the heads are divided; tensors of a call hold the heads of this rank."""
 

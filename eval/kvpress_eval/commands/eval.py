@@ -159,6 +159,9 @@ def command(
     max_seconds_per_sample: Annotated[float | None, typer.Option(help="Give up on an answer after this.")] = None,
     engine: Annotated[str | None, typer.Option(help="local, or ray: cells run on all machines of a cluster.")] = None,
     ray_address: shared.RayAddress = None,
+    tp: Annotated[
+        int | None, typer.Option(help="Processes that share a model (tensor parallel), with --engine ray.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with the same fields; options override it.")] = None,
     lm_eval: Annotated[
         str | None, typer.Option(help="Also, or without --tasks only, tasks of lm-eval such as ruler,gsm8k.")

@@ -76,6 +76,8 @@ class RunConfig(BaseModel):
     max_seconds_per_sample: float | None = Field(default=None, gt=0)
     engine: Literal["local", "ray"] = "local"
     ray_address: str | None = None
+    tp: int = Field(default=1, ge=1)
+    """Ranks of a tensor-parallel model: processes of a worker, each with a GPU or `threads` cores (engine ray)."""
 
     @field_validator("presses")
     @classmethod
@@ -165,6 +167,19 @@ class RunConfig(BaseModel):
         if address is not None and info.data.get("engine") != RAY:
             raise ValueError("an address of Ray needs engine ray")
         return address
+
+    @field_validator("tp")
+    @classmethod
+    def _ranks_run_in_workers(cls, tp: int, info: ValidationInfo) -> int:
+        if tp > 1 and info.data.get("engine") != RAY:
+            raise ValueError(
+                f"{tp} ranks need engine ray, which starts their processes; for a model in this process, 1"
+            )
+        if tp > 1 and info.data.get("max_seconds_per_sample") is not None:
+            raise ValueError(
+                f"{tp} ranks cannot stop an answer after max_seconds_per_sample, because their clocks differ: omit it"
+            )
+        return tp
 
     @property
     def wording(self) -> str:

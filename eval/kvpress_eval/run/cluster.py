@@ -39,6 +39,8 @@ class Need:
 
     cpus: int
     gpus: int
+    ranks: int
+    """Processes that share the model."""
     least: int
     """Bytes of memory for one press at a time."""
     most: int
@@ -48,7 +50,8 @@ class Need:
 
     def __str__(self) -> str:
         cores = f"{self.cpus} core{'s' if self.cpus > 1 else ''}"
-        return f"{cores}{', 1 GPU' if self.gpus else ''} and {format_bytes(self.least)} of memory"
+        gpus = f", {self.gpus} GPU{'s' if self.gpus > 1 else ''}" if self.gpus else ""
+        return f"{cores}{gpus} and {format_bytes(self.least)} of memory"
 
     def room(self, resources: Mapping[str, float]) -> int:
         """Return the number of workers that fit on a machine."""
@@ -70,12 +73,12 @@ class Places:
 
 
 def need_of(config: RunConfig, sources: Sequence[Source], settings: Any, *, gpu: bool) -> Need:
-    """Return the need of a worker: its process, the weights and, without a GPU, the planned caches of a batch."""
-    cpus = config.threads or 1
+    """Return the need of a worker: its processes, the weights and, without a GPU, the planned caches of a batch."""
+    cpus, gpus, process = config.tp * (config.threads or 1), config.tp * int(gpu), config.tp * _PROCESS
     try:
         shape = shape_of(config, settings)
     except NotImplementedError:  # a cache that no formula describes
-        return Need(cpus, int(gpu), _PROCESS, _PROCESS, 0)
+        return Need(cpus, gpus, config.tp, process, process, 0)
     smallest = largest = 0
     if not gpu:
         presses = [kvpress.get_press(spec) for spec in config.presses]
@@ -88,13 +91,14 @@ def need_of(config: RunConfig, sources: Sequence[Source], settings: Any, *, gpu:
             # Even with one press at a time, the full context is in the cache before pairs are evicted.
             full = cache_bytes(kvpress.get_press("none"), shape.geometry, config.batch_size, tokens, 0)
             smallest, largest = max(smallest, full, *sizes), max(largest, full + sum(sizes))
-    process = _PROCESS + shape.weight_bytes
-    return Need(cpus, int(gpu), process + int(smallest / SHARE), process + int(largest / SHARE), shape.weight_bytes)
+    weights = shape.weight_bytes
+    least, most = (process + weights + int(size / SHARE) for size in (smallest, largest))
+    return Need(cpus, gpus, config.tp, least, most, weights)
 
 
 def free_bytes(need: Need, memory: int) -> int | None:
     """Return the memory of a worker that remains for caches; None on a GPU, which no other process uses."""
-    return None if need.gpus else memory - need.weights - _PROCESS
+    return None if need.gpus else memory - need.weights - need.ranks * _PROCESS
 
 
 @contextmanager
@@ -190,7 +194,8 @@ def places(ray: Any, need: Need, parts: int) -> Places:
         )
         raise ClusterError(
             f"a worker needs {need}, and no machine of the cluster has that ({offers or 'it has none'}): "
-            "give fewer threads, shorter lengths or a smaller batch_size, or add a machine"
+            f"give {'a smaller tp, ' if need.ranks > 1 else ''}fewer threads, shorter lengths or a smaller batch_size, or add "
+            "a machine"
         )
     workers = min(parts, sum(room for room, _ in used))
     share = min(int(resources["memory"] // min(room, workers)) for room, resources in used)

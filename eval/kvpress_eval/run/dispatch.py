@@ -103,7 +103,7 @@ def run_on_cluster(config: RunConfig, sources: Sequence[Source], settings: Any, 
         if config.device == "cuda" and not gpu:
             raise ClusterError("no machine of the cluster has a GPU: give device auto or cpu, or add one")
         need = need_of(config, sources, settings, gpu=gpu)
-        config = config.model_copy(update={"threads": need.cpus, "device": "cuda" if gpu else "cpu"})
+        config = config.model_copy(update={"threads": need.cpus // need.ranks, "device": "cuda" if gpu else "cpu"})
         total = sum(max(1, source.length) * len(source.ids) for source in sources) * len(config.presses)
         with (
             Interrupt() as interrupt,

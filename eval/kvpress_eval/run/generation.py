@@ -20,6 +20,7 @@ from kvpress.core.effect import left_whole
 from kvpress.hf.generation.clock import now
 from kvpress.hf.generation.greedy import greedy
 from kvpress.hf.models import new_cache, with_cache
+from kvpress.observe.shards import UNDIVIDED, Shards
 from kvpress_eval.common.files import hash_json
 from kvpress_eval.run.memory import planned_peak
 from kvpress_eval.run.models import Engine
@@ -156,7 +157,8 @@ def _stored(engine: Engine, press: Any, ids: Tensor, mask: Tensor, store: kvpres
     entry = store.find(engine.model, press, ids, mask)
     if entry is None or entry.length < ids.shape[1] or any(name not in entry.notes for name in _TIMES):
         return None
-    return _context(press, entry.cache, ids, mask, stored=True, **{name: entry.notes[name] for name in _TIMES})
+    times = {name: entry.notes[name] for name in _TIMES}
+    return _context(engine, press, entry.cache, ids, mask, stored=True, **times)
 
 
 def _read_contexts(engine: Engine, presses: Sequence[Any], ids: Tensor, mask: Tensor) -> list[Context]:
@@ -173,12 +175,13 @@ def _read_contexts(engine: Engine, presses: Sequence[Any], ids: Tensor, mask: Te
         raise FloatingPointError("NaN in the logits of the prefill")
     rows = len(ids)
     return [
-        _context(press, cache, ids, mask, (reading + seconds) / rows, reading / rows, len(presses))
+        _context(engine, press, cache, ids, mask, (reading + seconds) / rows, reading / rows, len(presses))
         for press, cache, seconds in zip(presses, caches, press_seconds, strict=True)
     ]
 
 
 def _context(
+    engine: Engine,
     press: Any,
     cache: DynamicCache,
     ids: Tensor,
@@ -194,13 +197,19 @@ def _context(
         cache=cache,
         ids=ids,
         mask=mask,
-        report=kvpress.memory_report(cache),
-        kept=kept_fractions(cache, mask),
+        report=_report(engine, cache),
+        kept=kept_fractions(cache, mask, engine.shards),
         seconds=seconds,
         reading_seconds=reading_seconds,
         shared_by=shared_by,
         stored=stored,
     )
+
+
+def _report(engine: Engine, cache: DynamicCache) -> kvpress.MemoryReport:
+    """Return the memory of a cache, of all ranks together."""
+    report = kvpress.memory_report(cache)
+    return report.over_ranks(engine.shards.group) if engine.shards.is_divided else report
 
 
 @torch.inference_mode()
@@ -216,7 +225,7 @@ def answer(engine: Engine, context: Context, prompts: Sequence[tuple[int, Prompt
         if rows != list(range(len(context.ids))):
             branch.batch_select_indices(torch.tensor(rows, device=context.ids.device))
         tokens, clock = _decode(engine, context.press, branch, context.ids[rows], context.mask[rows], second, limits)
-        end = kvpress.memory_report(branch)
+        end = _report(engine, branch)
         for place, row, new in zip(places, rows, tokens, strict=True):
             context_tokens, size = int(context.mask[row].sum()), context.report.total_bytes / len(context.ids)
             peak = planned_peak(context.press, engine.model, context_tokens)
@@ -239,13 +248,17 @@ def answer(engine: Engine, context: Context, prompts: Sequence[tuple[int, Prompt
     return answers
 
 
-def kept_fractions(cache: DynamicCache, mask: Tensor) -> list[float]:
-    """Return the kept fraction of the pairs of real tokens per row, over layers and heads."""
+def kept_fractions(cache: DynamicCache, mask: Tensor, shards: Shards = UNDIVIDED) -> list[float]:
+    """Return the kept fraction of the pairs of real tokens per row, over layers and heads of all ranks."""
     layers = kvpress.kept_positions(cache)
-    fractions = []
+    counts = []
     for row, real in enumerate(mask.bool().cpu()):
         heads = [positions.cpu() for layer in layers for positions in layer[row]]
-        fractions.append(sum(int(real[kept].sum()) for kept in heads) / (int(real.sum()) * len(heads)))
+        counts.append((sum(int(real[kept].sum()) for kept in heads), int(real.sum()) * len(heads)))
+    fractions = []
+    for ranks in zip(*shards.gather_objects(counts), strict=True):
+        kept, read = map(sum, zip(*ranks, strict=True))
+        fractions.append(kept / read)
     return fractions
 
 

@@ -29,6 +29,7 @@ from kvpress_eval.run.kept import describe_kept
 from kvpress_eval.run.models import Engine
 from kvpress_eval.run.progress import JobProgress
 from kvpress_eval.run.prompts import Prompt, make_prompt
+from kvpress_eval.run.ranks import Ranks
 from kvpress_eval.run.savings import Savings
 from kvpress_eval.tasks.sample import Sample, score
 from kvpress_eval.tasks.source import Source
@@ -97,6 +98,8 @@ class Job:
     """Compressed contexts of other runs."""
     free_bytes: int | None = None
     """Memory for the caches of this process; None: the free memory of the machine."""
+    ranks: Ranks | None = None
+    """Processes that share the model, which fail together."""
 
     def run_source(self, source: Source, cells: Sequence[Cell]) -> list[Cell]:
         """Run cells of one task and length; return those that another process has claimed."""
@@ -198,7 +201,8 @@ class Job:
     def _answer(self, cell_run: _Running, context: Context, batch: _Batch) -> None:
         sample, prompt = batch.contexts[0][0]
         if self.shown is cell_run.cell.source and sample.id == self.shown.ids[0]:
-            cell_run.store.record_kept(describe_kept(context.cache, self.engine.tokenizer, prompt, sample))
+            kept = describe_kept(context.cache, self.engine.tokenizer, prompt, sample, self.engine.shards)
+            cell_run.store.record_kept(kept)
         self._warn_if_whole(cell_run, context)
         self.progress.cell(cell_run.cell.label)
         started = time.monotonic()
@@ -236,6 +240,8 @@ class Job:
     def _retry(self, group: Sequence[_Running], batch: _Batch, error: Exception) -> None:
         """Retry with half of the presses, or half of the contexts if memory ran out, until the failing press is alone."""
         memory.release()
+        if self.ranks is not None:
+            self.ranks.match_failure()
         if len(group) > 1:
             for half in parts(group, (len(group) + 1) // 2):
                 self._read_and_answer(half, batch)

@@ -10,6 +10,7 @@ import torch
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
 import kvpress
+from kvpress.observe.shards import UNDIVIDED, Shards
 from kvpress_eval.run.prompts import Prompt, uses_template, without
 from kvpress_eval.tasks.sample import Sample
 
@@ -19,9 +20,9 @@ Spans = Sequence[Sequence[int]]
 
 
 def describe_kept(
-    cache: DynamicCache, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, sample: Sample
+    cache: DynamicCache, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, sample: Sample, shards: Shards = UNDIVIDED
 ) -> dict[str, Any]:
-    """Return the record of the first row of a cache for reports: sample, tokens, and kept tokens of each head."""
+    """Return the record of the first row of a cache for reports: sample, tokens, and kept tokens of each head of all ranks."""
     shift = prompt.text.find(sample.context)
     spans = [[start + shift, end + shift] for start, end in sample.spans]
     special = not uses_template(tokenizer, sample)
@@ -30,16 +31,16 @@ def describe_kept(
         "task": sample.task,
         "question": sample.query.question.strip(),
         "expected": list(sample.query.answers),
-        **kept_of(cache, len(prompt.first)),
+        **kept_of(cache, len(prompt.first), shards),
         **tokens_of(tokenizer, prompt.first, prompt.text, spans, special=special, cut=prompt.cut),
     }
 
 
-def kept_of(cache: DynamicCache, tokens: int) -> dict[str, Any]:
+def kept_of(cache: DynamicCache, tokens: int, shards: Shards = UNDIVIDED) -> dict[str, Any]:
     """Return the kept fraction of the first row per layer and head, and the kept tokens if there are at most `MOST_TOKENS`.
 
     `budgets` are fractions, `heads` hexadecimal numbers with one bit per token, the first token in the highest bit of the
-    first digit. A layer without pairs has no heads.
+    first digit. A layer without pairs has no heads. The heads are those of all ranks in `shards`.
     """
     pads = cache.get_seq_length() - tokens
     budgets, heads = [], []
@@ -48,7 +49,13 @@ def kept_of(cache: DynamicCache, tokens: int) -> dict[str, Any]:
         budgets.append([round(float(marks.float().mean()), 4) for marks in kept])
         if tokens <= MOST_TOKENS:
             heads.append([_to_hex(marks) for marks in kept])
-    return {"budgets": budgets, "heads": heads}
+    ranks = shards.gather_objects({"budgets": budgets, "heads": heads})
+    return {
+        name: [
+            [number for part in layer for number in part] for layer in zip(*(rank[name] for rank in ranks), strict=True)
+        ]
+        for name in ranks[0]
+    }
 
 
 def tokens_of(

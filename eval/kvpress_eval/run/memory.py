@@ -12,6 +12,7 @@ import psutil
 import torch
 
 import kvpress
+from kvpress.hf.shards import shards_of
 from kvpress.plan import Geometry, plan
 
 Item = TypeVar("Item")
@@ -32,13 +33,14 @@ def fitting(
     """Divide items with presses into groups whose caches of `batch` contexts of `tokens` tokens fit at the same time.
 
     Up to `generated` tokens are appended to one cache of a group at a time. A press whose cache does not fit has a group of its
-    own. `free_bytes` None is the free memory of the device.
+    own. `free_bytes` None is the free memory of the device; of tensor-parallel ranks, the least one.
     """
     try:
         geometry = Geometry.of(model)
     except NotImplementedError:  # a cache that no formula describes
         return [list(items)] if items else []
-    free = SHARE * (available_bytes(model.device) if free_bytes is None else free_bytes)
+    available = available_bytes(model.device) if free_bytes is None else free_bytes
+    free = SHARE * min(shards_of(model).gather_objects(available))
     groups: list[list[Item]] = []
     total_size = largest_growth = 0
     for item in items:

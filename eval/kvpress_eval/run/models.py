@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from kvpress.hf.config import load_config
+from kvpress.hf.config import facts_of_config, load_config
 from kvpress.hf.model_files import folder_of, reference_path
 from kvpress.hf.model_kwargs import apply_model_kwargs
 from kvpress.hf.models import device_named, parameters_of_config
 from kvpress.hf.positions import check_positions
+from kvpress.hf.shards import shards_of
 from kvpress.hf.weights import digest_of_weights
+from kvpress.observe.shards import Shards
 from kvpress.plan import Geometry
 from kvpress_eval.common.errors import ConfigError, DataError
 from kvpress_eval.config.schema import REFERENCE, RunConfig
@@ -46,6 +49,11 @@ class Engine:
     def device(self) -> str:
         """Type of the model's device, such as "cuda"."""
         return self.model.device.type
+
+    @property
+    def shards(self) -> Shards:
+        """Ranks among which the heads of the model are divided."""
+        return shards_of(self.model)
 
     @property
     def dtype(self) -> str:
@@ -123,6 +131,25 @@ def check_lengths(config: RunConfig, settings: Any, context: int | None = None) 
         raise ConfigError(f"model {config.model!r}: {error}") from error
 
 
+def check_ranks(config: RunConfig, settings: Any) -> None:
+    """Check that the ranks of a run can divide the KV heads of a model.
+
+    Raises:
+        ConfigError: they cannot, or transformers does not divide the model.
+    """
+    if config.tp == 1:
+        return
+    if not settings.get_text_config(decoder=True).base_model_tp_plan:
+        raise ConfigError(f"model {config.model!r} has no tensor-parallel plan in transformers: give tp 1")
+    heads = {layer.kv_heads for layer in facts_of_config(settings).layers}
+    if any(count % config.tp for count in heads):
+        fitting = [str(tp) for tp in range(1, max(heads) + 1) if not any(count % tp for count in heads)]
+        raise ConfigError(
+            f"model {config.model!r} has {' and '.join(map(str, sorted(heads)))} KV heads, which {config.tp} ranks cannot "
+            f"hold in equal parts: give tp {' or '.join(fitting)}"
+        )
+
+
 def read_settings(config: RunConfig) -> Any:
     """Return the configuration of a run's model, with the attributes that the run sets in it.
 
@@ -186,12 +213,16 @@ def load_engine(config: RunConfig, settings: Any = None) -> Engine:
         ConfigError: the device cannot be used.
     """
     use_threads(config)
+    if config.tp > 1 and not dist.is_initialized():
+        raise ConfigError(f"tp {config.tp} is for `kvpress eval --engine ray`, which starts the ranks: give tp 1")
     settings = settings or read_settings(config)
     source, device = source_of(config), device_of(config)
     try:
         weights = fingerprint(source, settings)
         tokenizer = load_tokenizer(config, settings)
-        placed = {"device_map": config.device_map} if config.device_map else {}
+        placed: dict[str, Any] = {"device_map": config.device_map} if config.device_map else {}
+        if config.tp > 1:
+            placed = {"tp_plan": "auto"}
         arguments = {**placed, **_apply(config, settings)}
         model = AutoModelForCausalLM.from_pretrained(source, config=settings, dtype=config.dtype, **arguments)
         if not placed:

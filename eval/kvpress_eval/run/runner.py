@@ -27,7 +27,15 @@ from kvpress_eval.run.environment import describe_run
 from kvpress_eval.run.interrupt import Interrupt
 from kvpress_eval.run.job import Job
 from kvpress_eval.run.language import in_words_of
-from kvpress_eval.run.models import Engine, check_lengths, load_engine, load_tokenizer, read_settings, use_threads
+from kvpress_eval.run.models import (
+    Engine,
+    check_lengths,
+    check_ranks,
+    load_engine,
+    load_tokenizer,
+    read_settings,
+    use_threads,
+)
 from kvpress_eval.run.progress import RunProgress
 from kvpress_eval.run.savings import Savings
 from kvpress_eval.tasks.catalogue import expand_tasks
@@ -71,6 +79,7 @@ def prepare(config: RunConfig, engine: Engine | None = None) -> tuple[RunConfig,
     sources = expand_tasks(config)
     settings = settings or read_settings(config)
     check_lengths(config, settings)
+    check_ranks(config, settings)
     make_folder(config.out)
     if config.prefix_store is not None:
         make_folder(config.prefix_store)

@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker on another machine: runs jobs and sends their results to the driver, the process that writes the output folder."""
+"""Worker on another machine: runs jobs and sends their results to the driver, the process that writes the output folder.
+
+A worker of several ranks (tensor parallel) starts a process for each rank after its own. They run the same jobs, and their
+results are dropped.
+"""
 
 from __future__ import annotations
 
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any
 
 import kvpress
+from kvpress_eval.common.errors import EvalError
 from kvpress_eval.config.schema import RunConfig
 from kvpress_eval.results.store import ResultSink, Row
 from kvpress_eval.run.cells import Cell
@@ -19,6 +25,7 @@ from kvpress_eval.run.environment import describe_run
 from kvpress_eval.run.interrupt import Interrupt
 from kvpress_eval.run.job import Job
 from kvpress_eval.run.models import Engine, load_engine
+from kvpress_eval.run.ranks import Followers, Ranks, SharedInterrupt, end_with_parent
 from kvpress_eval.run.savings import Savings
 from kvpress_eval.tasks.source import Source
 
@@ -129,22 +136,35 @@ class Worker:
 
     def __init__(self, config: RunConfig, presses: Sequence[Any], free_bytes: int | None) -> None:
         self._config, self._free_bytes = config, free_bytes
+        self._presses = presses
         self._interrupt = Interrupt()
         self._engine: Engine | None = None
         self._record: dict[str, Any] = {}
+        self._ranks: Ranks | None = None
+        self._followers: Followers | None = None
+
+    def join(self, ranks: Ranks) -> None:
+        """Run as one of several ranks."""
+        self._ranks, self._interrupt = ranks, SharedInterrupt(ranks)
 
     def introduce(self) -> Introduction:
-        """Load the model; return its introduction.
+        """Load the model, with the other ranks if there are any; return its introduction.
 
         Raises:
             DataError: the model does not exist on this machine.
         """
+        if self._config.tp > 1 and self._ranks is None:
+            arguments = (self._config, self._presses, self._free_bytes)
+            self._followers = Followers(self._config.tp, follow, arguments)
+            self.join(self._followers.ranks)
         engine = self._engine = load_engine(self._config)
         self._record = describe_run(self._config, engine)
         return Introduction(self._record, engine.fingerprint, engine.device, engine.dtype)
 
     def run(self, part: JobPart) -> Iterator[Call | Savings]:
         """Yield each result at once, and the savings at the end; raise any error of the job."""
+        if self._followers is not None:
+            self._followers.send(part)
         sent: queue.SimpleQueue[Call | Savings | BaseException] = queue.SimpleQueue()
         threading.Thread(target=self._work, args=(part, sent.put), daemon=True).start()
         while True:
@@ -174,11 +194,33 @@ class Worker:
                 shown=part.source if part.shown else None,
                 prefixes=None if store is None else kvpress.PrefixStore(store),
                 free_bytes=self._free_bytes,
+                ranks=self._ranks,
             )
             job.run_source(part.source, part.cells)
             send(job.savings)
         except BaseException as error:
             send(error)
+
+
+def follow(
+    rank: int,
+    count: int,
+    folder: str,
+    parts: Connection,
+    config: RunConfig,
+    presses: Sequence[Any],
+    free_bytes: int | None,
+) -> None:
+    """Run the parts that rank 0 receives as another rank, until rank 0 ends."""
+    end_with_parent()
+    worker = Worker(config, presses, free_bytes)
+    worker.join(Ranks(rank, count, folder))
+    with suppress(EvalError):  # rank 0 reports the error
+        worker.introduce()
+    with suppress(EOFError):
+        while True:
+            for _ in worker.run(parts.recv()):
+                pass
 
 
 def _results(part: JobPart, send: Send, cell: str) -> ResultSink:

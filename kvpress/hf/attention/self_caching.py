@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Support models whose attention reads all columns: no attention interface, cached latents, or a position bias.
+"""Support models whose attention reads all columns: no attention interface, latents, a position bias, or mixed heads.
 
 Such a module reads all keys and values of its cache layer, and expects each pair in its column, which is its slot in the
 sequence: masks, ALiBi and relative positions depend on it. Only kept pairs are stored. During one layer, they are scattered to
@@ -9,6 +9,10 @@ reading slower, not faster.
 
 Multi-head latent attention (MLA) caches latents `[B, 1, n, rank]` instead of keys, which its modules expand to keys and values
 of all heads, and the rotary part of the keys `[B, 1, n, d]` instead of values. There, the rotary part of evicted pairs is NaN.
+
+Modules that mix the values of heads (`kvpress.hf.head_mixing`) need the pair of a token in all heads or in none. Their heads
+are stored side by side as one, so that they share one choice of pairs. The attention mask hides evicted pairs too, because such
+a module may compute a mask of its own from it.
 """
 
 from __future__ import annotations
@@ -24,8 +28,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from kvpress.cache.readout import evicted_columns, merge_heads
+from kvpress.cache.store import KVStore
 from kvpress.core.recipe import Recipe
-from kvpress.hf.models import attention_modules, uses_interface
+from kvpress.hf.models import attention_modules, mixes_heads, uses_interface
 from kvpress.hf.session.requests import Forward, here
 from kvpress.observe.call import LayerCall
 from kvpress.observe.hidden import HiddenStates
@@ -54,7 +60,7 @@ def _module_adds_bias(name: str) -> bool:
 
 def reads_itself(module: nn.Module) -> bool:
     """Whether an attention module needs all pairs of its cache layer, each in its column."""
-    return caches_latents(module) or not uses_interface(module) or adds_position_bias(module)
+    return caches_latents(module) or not uses_interface(module) or adds_position_bias(module) or mixes_heads(module)
 
 
 def expanded(module: nn.Module) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
@@ -70,7 +76,7 @@ def expanded(module: nn.Module) -> Callable[[Tensor, Tensor], tuple[Tensor, Tens
     @torch.no_grad()
     def side_by_side(latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = expand(latents, rotary)
-        return keys.transpose(1, 2).flatten(2)[:, None], values.transpose(1, 2).flatten(2)[:, None]
+        return merge_heads(keys), merge_heads(values)
 
     return side_by_side
 
@@ -111,6 +117,8 @@ def check_press(model: Any, recipe: Recipe) -> None:
 def _how(model: nn.Module) -> str:
     if any(caches_latents(module) for module in model.modules()):
         return "multi-head latent attention, MLA"
+    if any(mixes_heads(module) for module in attention_modules(model)):
+        return "its attention mixes the cached values of heads, so all heads share one choice of pairs"
     if all(uses_interface(module) for module in attention_modules(model)):
         return "a position bias has an entry for each column"
     return "it does not call the attention interface of transformers"
@@ -125,6 +133,8 @@ def attend(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     call = None if here.forward is None else here.forward.call
     if call is None or call.store is None or not call.store.sealed:
         return forward(*args, **kwargs)
+    if call.layer.merged_heads > 1:
+        kwargs["attention_mask"] = _mask_without_evicted(kwargs.get("attention_mask"), call.store, call.hidden_states)
     with HidingEvicted() as hiding:
         output = forward(*args, **kwargs)
     if not hiding.acted:
@@ -145,6 +155,19 @@ def note(forward: Forward, call: LayerCall) -> None:
     call.hidden_states = call.hidden_states[:, : keys.shape[2]]  # ProphetNet appends predictions to the tokens
     if forward.watch is None:
         forward.session.observe(call)
+
+
+def _mask_without_evicted(mask: Tensor | None, store: KVStore, hidden_states: Tensor) -> Tensor:
+    """Return the mask `[B, 1, Q, columns]` of new `hidden_states [B, Q, hidden]` that hides evicted pairs too.
+
+    None, for a mask that only hides later tokens, becomes a mask that is added to logits.
+    """
+    new = hidden_states.shape[1]
+    evicted = functional.pad(evicted_columns(store), (0, new))[:, :, None]
+    if mask is None:
+        is_later = torch.ones(new, evicted.shape[-1], dtype=torch.bool, device=evicted.device).triu(store.seen + 1)
+        mask, evicted = hidden_states.new_zeros(1, 1, 1, 1), evicted | is_later
+    return mask & ~evicted if mask.dtype == torch.bool else mask.masked_fill(evicted, torch.finfo(mask.dtype).min)
 
 
 class HidingEvicted(TorchFunctionMode):

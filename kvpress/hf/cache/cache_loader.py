@@ -123,11 +123,16 @@ class Arriving:
             raise ValueError(f"its state is a {type(state).__name__}")
         check_names(kind, state)
         if kind in OURS.values():
+            state.setdefault("merged_heads", 1)  # files of earlier versions lack it
             if unknown := set(vars(PressLayer())) - {"call", "_cache"} - set(state):
                 raise ValueError(f"its state lacks {', '.join(sorted(unknown))}")
             flags = ("static", "padded", "columns", "latent", "record_past", "is_initialized")
             if wrong := [name for name in flags if not isinstance(state[name], bool)]:
                 raise ValueError(f"its {', '.join(wrong)} cannot be used")
+            merged_heads = state["merged_heads"]
+            expected_heads = self._facts[index].merged_heads if index in self._facts else 1
+            if type(merged_heads) is not int or merged_heads != expected_heads:
+                raise ValueError(f"it stores {merged_heads!r} KV heads as one, and this model {expected_heads}")
             if state["assigned"] != {} or state["interrupted"] is not None:
                 raise ValueError("it is from an interrupted pass")
             if (store := state["store"]) is None:

@@ -20,10 +20,10 @@ from transformers.cache_utils import (
 )
 
 from kvpress.cache.guard import between_passes
-from kvpress.cache.readout import dense_pairs, pairs_in_columns, why_unreadable
+from kvpress.cache.readout import dense_pairs, merge_heads, pairs_in_columns, split_heads, why_unreadable
 from kvpress.cache.rewrite import replace_all
 from kvpress.cache.store import KVStore
-from kvpress.observe.call import LayerCall
+from kvpress.observe.call import AttentionLayer, LayerCall
 
 LINEAR_STATE = tuple(vars(LinearAttentionLayer()))
 """Attributes of a hybrid layer that are not pairs."""
@@ -55,6 +55,8 @@ class PressLayer(CacheLayerMixin):
         """Whether rows of the last pass began with padding."""
         self.columns = self.latent = False
         """Whether the model reads each pair in its column by itself, and whether the pairs are latents."""
+        self.merged_heads = 1
+        """KV heads of the model that the store holds side by side, as one."""
         self.record_past = False
         """Whether `crop` can take back tokens that are added from now on, as in transformers."""
         self.assigned: dict[int, Tensor] = {}
@@ -67,6 +69,10 @@ class PressLayer(CacheLayerMixin):
             self._cache = None
         elif self._cache is None or self._cache() is not cache:
             self._cache = weakref.ref(cache)
+
+    def serve(self, layer: AttentionLayer) -> None:
+        """Store and return pairs in the form that an attention module writes and reads."""
+        self.columns, self.latent, self.merged_heads = layer.reads_itself, layer.expand is not None, layer.merged_heads
 
     @property
     def stores(self) -> list[KVStore]:
@@ -104,9 +110,21 @@ class PressLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self.merged_heads == 1:
+            return self._update(key_states, value_states)
+        return self._split(*self._update(merge_heads(key_states), merge_heads(value_states)))
+
+    def _split(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return stored keys and values with the KV heads of the model."""
+        if self.merged_heads == 1:
+            return keys, values
+        return split_heads(keys, self.merged_heads), split_heads(values, self.merged_heads)
+
+    def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Add pairs in the form of the store, and return the pairs that the attention of this pass reads."""
         if self.store is None:
             self.lazy_initialization(key_states, value_states)
-            return self.update(key_states, value_states)
+        assert self.store is not None  # noqa: S101 - for type checkers
         self.store.record(self.record_past)
         if self.assigned:
             raise ValueError("keys and values of different lengths were assigned to a layer of the cache; assign both")
@@ -159,7 +177,7 @@ class PressLayer(CacheLayerMixin):
     def take_over(self, source: PressLayer) -> PressLayer:
         """Take over the pairs of another layer, and return this layer."""
         self.store, self.is_initialized = source.store, source.is_initialized
-        self.columns, self.latent = source.columns, source.latent
+        self.columns, self.latent, self.merged_heads = source.columns, source.latent, source.merged_heads
         self.dtype, self.device, self.batch_size = source.dtype, source.device, source.batch_size
         return self
 
@@ -189,7 +207,7 @@ class PressLayer(CacheLayerMixin):
         with nullcontext() if cache is None else between_passes(cache):
             if which in self.assigned or self.store is None:
                 return self.assigned.get(which)
-            return dense_pairs(self.store)[which]
+            return self._split(*dense_pairs(self.store))[which]
 
     def _assign(self, which: int, tensor: Tensor) -> None:
         if self.store is None:

@@ -9,7 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from kvpress.hf.cache.info import cache_info
 from kvpress.hf.fingerprint import configuration
 from kvpress.hf.generation.prompts import read_prompt
 from kvpress.hf.models import facts_of, new_cache
+from kvpress.hf.shards import shards_of
 
 ENDING = ".kv"
 ABANDONED = 24 * 3600.0
@@ -62,6 +63,9 @@ class PrefixStore:
 
     Processes and threads may share a folder: files are written atomically, concurrent requests for one prefix wait for a single
     reading, and a file that is removed while in use stays readable. Damaged files are removed and read again.
+
+    Each rank of a tensor-parallel model stores the heads that it has, under a key of its own, and finds a prefix only if all
+    ranks have it. Another number of ranks reads its prompts again.
 
     Args:
         folder: created if missing.
@@ -101,7 +105,7 @@ class PrefixStore:
         left.
         """
         folder = self._folder(model, press)
-        with self._reading(folder, ids, mask):
+        with self._reading(model, folder, ids, mask):
             entry = self._find(folder, model, press, ids, mask, turns)
             cache, seen = (new_cache(model), 0) if entry is None else (entry.cache, entry.length)
             if seen == ids.shape[1]:
@@ -137,12 +141,19 @@ class PrefixStore:
         lengths = {ids.shape[1]}
         if turns or _or_none(press).recipe().is_identity:
             lengths |= {int(path.name.partition("-")[0]) for path in folder.glob(f"*{ENDING}")}
-        for length in sorted(lengths, reverse=True):
-            if 0 < length <= ids.shape[1]:
-                path = folder / _name(ids[:, :length], None if mask is None else mask[:, :length], variant)
-                if path.is_file() and (entry := self._load(path, model, length)) is not None:
-                    self.hits += 1
-                    return entry
+        paths = {
+            length: folder / _name(ids[:, :length], None if mask is None else mask[:, :length], variant)
+            for length in lengths
+            if 0 < length <= ids.shape[1]
+        }
+        stored = {length for length, path in paths.items() if path.is_file()}
+        # All ranks return the same prefix, because a rank cannot read the prompt without the others.
+        shards = shards_of(model)
+        for length in sorted(set.intersection(*shards.gather_objects(stored)), reverse=True):
+            entry = self._load(paths[length], model, length)
+            if all(shards.gather_objects(entry is not None)) and entry is not None:
+                self.hits += 1
+                return entry
         self.misses += 1
         return None
 
@@ -199,13 +210,16 @@ class PrefixStore:
         self, model: PreTrainedModel, press: BasePress | str | None, ids: Tensor, mask: Tensor | None = None
     ) -> Iterator[None]:
         """Lock a prefix, so that other requests for it wait until the block ends."""
-        with self._reading(self._folder(model, press), ids, mask):
+        with self._reading(model, self._folder(model, press), ids, mask):
             yield
 
     @contextmanager
-    def _reading(self, folder: Path, ids: Tensor, mask: Tensor | None) -> Iterator[None]:
+    def _reading(self, model: PreTrainedModel, folder: Path, ids: Tensor, mask: Tensor | None) -> Iterator[None]:
+        shards = shards_of(model)
         slot = hashlib.sha256(f"{folder.name}/{_name(ids, mask)}".encode()).hexdigest()[:2]
-        with self._lock(f"reading-{slot}"):
+        # With a lock for each rank, two groups of ranks could wait for each other.
+        with self._lock(f"reading-{slot}") if shards.rank == 0 else nullcontext():
+            shards.gather_objects(None)
             yield
 
     def clear(self) -> None:

@@ -164,7 +164,7 @@ class Branch(Session):
         layer.store.window, layer.store.seen = copy.copy(call.store.window), call.store.seen
         layer.store.window.side = {}
         place = cache_place(call.layer.module)
-        layer.columns, layer.latent = call.layer.reads_itself, call.layer.expand is not None
+        layer.serve(call.layer)
         self.own[place] = layer
         self.call = replace(
             call,

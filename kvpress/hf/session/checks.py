@@ -67,6 +67,11 @@ def _obstacle(model: Any, modules: Sequence[Any]) -> str | None:
     layers = cached_layers(model, modules)
     if (reason := obstacle(model, [layer.kv_heads for layer in layers if layer.grows])) is not None:
         return reason
+    if any(layer.grows and layer.merged_heads > 1 and layer.shards.is_divided for layer in layers):
+        return (
+            "mixes the cached values of all heads in its attention, which no rank of its tensor-parallel plan holds; load it "
+            "without a plan"
+        )
     cache_indices = [cache_place(module) for module in modules]
     growing = [
         cache_index for cache_index in cache_indices if cache_index < len(kinds) and kinds[cache_index] in GROWING

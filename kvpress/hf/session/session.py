@@ -175,6 +175,7 @@ class Session(BaseSession):
             rotary_angles=facts.angles,
             expand=self_caching.expanded(module),
             reads_itself=self.reads_itself,
+            merged_heads=facts.merged_heads,
             shards=facts.shards,
         )
 
@@ -265,7 +266,7 @@ class Session(BaseSession):
         index = plan.layer.cache_index
         if index not in self.full:
             return
-        layer = adopt_layer(cache, index)
+        layer = adopt_layer(cache, index, plan.layer)
         if layer is None:
             if not self.recipe.is_identity:
                 check_adopted(cache.layers[index], index)
@@ -275,7 +276,6 @@ class Session(BaseSession):
         if forward.request is not None and forward.request.takes_back and forward.request.is_of(cache):
             layer.record_past = True
         layer.static, layer.read_only = forward.static is not None, forward.differentiable or forward.parts > 0
-        layer.columns, layer.latent = self.reads_itself, plan.layer.expand is not None
         seen_before = layer.get_seq_length() - (length if layer.static else 0)
         candidates = layer.record_past and seen_before > 0
         call = LayerCall(
