@@ -163,7 +163,7 @@ def record_of(path: Path) -> dict[str, Any]:
 
     return {
         "machine": cpu_model(), "level": launch.level(), "torch": torch.__version__.partition("+")[0],
-        "transformers": transformers.__version__, "model": "SmolLM2-135M-Instruct, float32", "cells": [],
+        "transformers": transformers.__version__, "model": "SmolLM2-135M-Instruct, float32", "commands": [], "cells": [],
     }  # fmt: skip
 
 
@@ -186,9 +186,10 @@ def table(record: dict[str, Any]) -> str:
         )
     threads, seconds = ({cell[name] for cell in record["cells"]} for name in ("threads", "seconds"))
     dates = sorted({cell["date"] for cell in record["cells"]})
+    commands = [f"`{command}`" for command in record["commands"]]
     lines += [
         "",
-        f"`{record['command']}`: {record['model']}, {_listed(threads)} threads, {_listed(seconds)} s a cell, "
+        f"{', '.join(commands)}: {record['model']}, {_listed(threads)} threads, {_listed(seconds)} s a cell, "
         f"{record['machine']}, kernels for {record['level']}, "
         f"transformers {record['transformers']}, torch {record['torch']}, {', '.join(dates)}.",
     ]
@@ -248,7 +249,8 @@ def main() -> None:
     sources = {"llama.cpp": PACKAGED["smollm2"].locate()}
     folder = Path(folder_of("smollm2"))
     record = record_of(options.out)
-    record["command"] = " ".join(["python -m benchmarks.serve", *sys.argv[1:]])
+    command = " ".join(["python -m benchmarks.serve", *sys.argv[1:]])
+    record["commands"] = [*(line for line in record["commands"] if line != command), command]
     foreign = {"transformers": not options.without_transformers, "llama.cpp": options.llama_server}
     contenders = [*options.presses, *(name for name in FOREIGN if foreign[name])]
     for workload, contender in itertools.product(options.workloads, contenders):

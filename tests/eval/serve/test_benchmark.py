@@ -75,7 +75,7 @@ def test_clients_of_a_real_server_are_timed_and_its_faults_are_expected(tmp_path
         assert stream(server, {"messages": []}, end + 60).error.startswith("400: ")
         assert not soak.leftovers(server)
     record = {
-        "command": "python -m benchmarks.serve", "machine": "M", "level": "avx2", "torch": "2", "transformers": "5",
+        "commands": ["python -m benchmarks.serve"], "machine": "M", "level": "avx2", "torch": "2", "transformers": "5",
         "model": "SmolLM2",
         "cells": [
             {"contender": name, "clients": 2, "threads": 1, "seconds": 1.0, "date": "2026-11-27", "peak_bytes": 2**30}
