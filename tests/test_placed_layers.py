@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import kvpress
-from kvpress.hf.attention.functions import PressMask, mask
+from kvpress.hf.attention.masks import PressMask, mask
 from tests.models import padded_batch, tiny_model
 
 accelerate = pytest.importorskip("accelerate")

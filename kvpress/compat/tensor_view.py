@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kvpress.cache.attention import Logits
 from kvpress.cache.store import KVStore
-from kvpress.hf.attention.functions import asked
+from kvpress.hf.attention.queries import asked
 from kvpress.hf.models import find_rotary, find_rotate
 from kvpress.observe.call import AttentionLayer, LayerCall, NewTokens
 from kvpress.observe.observer import Wanted

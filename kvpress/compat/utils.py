@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import QuantizedLayer
 
-from kvpress.hf.attention.functions import AskedError, asked
+from kvpress.hf.attention.queries import asked
 from kvpress.hf.models import find_rotary, listed_models
+from kvpress.hf.session.requests import AskedError
 
 __all__ = [
     "compute_n_kept",

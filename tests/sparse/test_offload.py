@@ -17,7 +17,7 @@ import kvpress
 from kvpress import kernels
 from kvpress.cache.attention import Partial, attend, group_queries
 from kvpress.cache.segment_attention import options_of
-from kvpress.hf.attention.functions import asked
+from kvpress.hf.attention.queries import asked
 from kvpress.hf.session.session import session
 from kvpress.observe.call import LayerCall
 from kvpress.sparse.double_sparsity import DoubleSparsityPress, DoubleSparsitySelector

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
 import kvpress
-from kvpress.hf.attention.functions import PressMask
+from kvpress.hf.attention.masks import PressMask
 from tests.bad_input.refusals import forward, generate, refused
 from tests.caches import positions
 from tests.models import fingerprint, grow, padded_batch, position_ids, tiny_model, tokens

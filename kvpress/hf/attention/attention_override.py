@@ -15,7 +15,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from kvpress.core.host import AttentionInputs
-from kvpress.hf.attention.functions import AttentionFunction, PressName, check_known, logits_of, native_attention
+from kvpress.hf.attention.functions import check_known, logits_of
+from kvpress.hf.attention.native import AttentionFunction, PressName, native_attention
 from kvpress.hf.models import facts_of
 
 NAME = "kvpress_attending"

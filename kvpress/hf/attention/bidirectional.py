@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvpress.core.model import ModelFacts
 from kvpress.hf.attention.attention_override import check_free
-from kvpress.hf.attention.functions import native_name
+from kvpress.hf.attention.native import native_name
 from kvpress.hf.config import layer_types
 from kvpress.hf.models import attention_modules, decoder_of, facts_of, uses_interface
 

@@ -21,7 +21,8 @@ from transformers.generation import GenerationMixin
 from transformers.modeling_utils import PreTrainedModel
 
 from kvpress.core.press import BasePress
-from kvpress.hf.attention.functions import NAME, PressName, register
+from kvpress.hf.attention.functions import register
+from kvpress.hf.attention.native import NAME, PressName
 from kvpress.hf.attention.self_caching import attend
 from kvpress.hf.cache.layer import stop_recording
 from kvpress.hf.generation.replay import check_captured_generate

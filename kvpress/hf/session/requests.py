@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import Cache
 
+from kvpress.cache.attention import Logits
 from kvpress.cache.guard import lock_of
 from kvpress.cache.storage import moved
 from kvpress.cache.window import RealTokens
@@ -240,6 +241,17 @@ class Forward:
             for layer in self.cache.layers:
                 if isinstance(layer, PressLayer):
                     layer.interrupted = self.seen_before
+
+
+class AskedError(Exception):
+    """Signal that ends the forward pass of an attention module once its queries, keys, logits and sinks are computed."""
+
+    def __init__(self, queries: Tensor, keys: Tensor, logits: Logits, sinks: Tensor | None) -> None:
+        super().__init__()
+        self.queries = queries
+        self.keys = keys
+        self.logits = logits
+        self.sinks = sinks
 
 
 class Here(threading.local):

@@ -26,7 +26,8 @@ from kvpress.core.press import BasePress, parts_of, remember
 from kvpress.core.recipe import Recipe
 from kvpress.core.spec import get_press
 from kvpress.hf.attention import self_caching
-from kvpress.hf.attention.functions import NAME, asked, rotates
+from kvpress.hf.attention.native import NAME
+from kvpress.hf.attention.queries import asked, rotates
 from kvpress.hf.cache.adoption import adopt_layer, check_adopted
 from kvpress.hf.cache.layer import PressLayer, hold_window_alone
 from kvpress.hf.generation.capture import Recorder

@@ -20,7 +20,7 @@ from kvpress.core.checks import check_finite
 from kvpress.core.dropping import Dropping, Reached
 from kvpress.core.protection import warn_of_absent
 from kvpress.core.recipe import Recipe
-from kvpress.hf.attention.functions import PressMask
+from kvpress.hf.attention.masks import PressMask
 from kvpress.hf.models import cache_among, cache_place
 from kvpress.hf.session.base import BaseSession
 from kvpress.hf.session.candidate_passes import length_of
