@@ -69,7 +69,7 @@ class CommonSegment(Segment):
 
         The slots of stream n are moved so that they begin at `first[n]`. Pairs are shared or copied as `of` describes.
         """
-        layout = Layout(base.layout.lengths[n] if n >= 0 else 0 for n in origin)
+        layout = base.layout.of_streams(origin)
         moves = [
             slot - base.first[n] if n >= 0 and base.layout.lengths[n] else 0
             for n, slot in zip(origin, first, strict=True)
@@ -83,10 +83,9 @@ class CommonSegment(Segment):
             or base.layout.total < LEAST * base.layout.streams
             or len(used) == len(present) < base.layout.streams
         ):
-            rows, _ = base.layout.take_streams(present)
-            return base.take(rows, layout).moved_by(moves)
+            return base.take_streams(origin).moved_by(moves)
         if len(used) < base.layout.streams:
-            base = base.take(*base.layout.take_streams(used))
+            base = base.take_streams(used)
         base_stream_of = {n: index for index, n in enumerate(used)}
         base_streams = tuple(base_stream_of.get(n, -1) for n in origin)
         starts = tuple(base.first[n] + move if n >= 0 else 0 for n, move in zip(base_streams, moves, strict=True))

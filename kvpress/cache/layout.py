@@ -10,6 +10,9 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
+SHARED_ROWS = 2**16
+"""Rows of larger storages are computed anew for each layer; the last results for smaller ones, which layers share, are kept."""
+
 
 class Layout:
     """Lengths and offsets of streams: stream `n` is rows `offsets[n] : offsets[n + 1]` of flat `[total, ...]` storage.
@@ -86,10 +89,14 @@ class Layout:
         """Stream number of every flat row, int64 [total] on the host."""
         return torch.repeat_interleave(torch.arange(self.streams), self.lengths_tensor)
 
-    def take_streams(self, streams: Sequence[int]) -> tuple[Tensor, Layout]:
-        """Return rows and layout of a storage of these streams, in this order; repeats are allowed."""
-        index = torch.tensor(streams, dtype=torch.int64)
-        return spans(self.starts_tensor[index], self.lengths_tensor[index]), Layout(self.lengths[n] for n in streams)
+    def of_streams(self, streams: Sequence[int]) -> Layout:
+        """Return the layout of a storage of these streams, in this order, -1 for one without pairs; repeats are allowed."""
+        return _layout_of_streams(self.lengths, tuple(streams))
+
+    def rows_of_streams(self, streams: Sequence[int]) -> Tensor:
+        """Return the flat rows of these streams, one after another; -1 for a stream without pairs."""
+        select = _rows_of_streams if self.total <= SHARED_ROWS else _rows_of_streams.__wrapped__
+        return select(self.lengths, tuple(streams))
 
 
 def interleave(layouts: Sequence[Layout]) -> tuple[Tensor, Layout]:
@@ -98,10 +105,6 @@ def interleave(layouts: Sequence[Layout]) -> tuple[Tensor, Layout]:
     starts = [layout.starts_tensor + base for layout, base in zip(layouts, bases, strict=True)]
     lengths = torch.stack([layout.lengths_tensor for layout in layouts], dim=1)
     return spans(torch.stack(starts, dim=1).flatten(), lengths.flatten()), Layout(lengths.sum(dim=1).tolist())
-
-
-SHARED_ROWS = 2**16
-"""Arrangements of more rows are computed anew by each layer, since `arranged` holds the last ones in memory."""
 
 
 def arranged(layouts: Sequence[Layout], bounds: Sequence[Sequence[int]]) -> list[tuple[Tensor, Layout]]:
@@ -113,6 +116,18 @@ def arranged(layouts: Sequence[Layout], bounds: Sequence[Sequence[int]]) -> list
     lengths = tuple(layout.lengths for layout in layouts)
     arrange = _arranged if sum(layout.total for layout in layouts) <= SHARED_ROWS else _arranged.__wrapped__
     return arrange(lengths, tuple(map(tuple, bounds)))
+
+
+@lru_cache(maxsize=256)
+def _layout_of_streams(lengths: tuple[int, ...], streams: tuple[int, ...]) -> Layout:
+    return Layout(lengths[n] if n >= 0 else 0 for n in streams)
+
+
+@lru_cache(maxsize=16)
+@torch.inference_mode(False)
+def _rows_of_streams(lengths: tuple[int, ...], streams: tuple[int, ...]) -> Tensor:
+    layout, index = Layout(lengths), torch.tensor([n for n in streams if n >= 0], dtype=torch.int64)
+    return spans(layout.starts_tensor[index], layout.lengths_tensor[index])
 
 
 @lru_cache(maxsize=4)

@@ -153,6 +153,15 @@ class Segment(Held, Attended, ABC):
         selected._set_slots(self.slots().index_select(0, rows))
         return selected
 
+    def take_streams(self: SegmentT, streams: Sequence[int]) -> SegmentT:
+        """Return the segment of some streams, in this order, -1 for one without pairs; repeats are copied."""
+        rows, layout = self.layout.rows_of_streams(streams), self.layout.of_streams(streams)
+        if not self.contiguous:
+            return self.take(rows, layout)
+        selected = self._take(RowChoice(rows.to(self.device), layout, self.layout))
+        selected.first = tuple(self.first[n] if n >= 0 and self.layout.lengths[n] else 0 for n in streams)
+        return selected
+
     def _take(self: SegmentT, choice: RowChoice) -> SegmentT:
         """Return the segment of the chosen rows, without slots."""
         selected = super()._take(replace(choice, origin=self.layout))

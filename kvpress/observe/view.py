@@ -360,9 +360,8 @@ def _gather(
     if len(parts) == 1 and streams == list(range(parts[0].layout.streams)):
         chosen, order, longest = [(parts[0], slice(None))], None, parts[0].layout.longest
     else:
-        selections = [part.layout.take_streams(streams) for part in parts]
-        order, layout = interleave([layout_of_part for _, layout_of_part in selections])
-        chosen = [(part, index.to(part.device)) for part, (index, _) in zip(parts, selections, strict=True)]
+        order, layout = interleave([part.layout.of_streams(streams) for part in parts])
+        chosen = [(part, part.layout.rows_of_streams(streams).to(part.device)) for part in parts]
         longest = layout.longest
 
     def joined(arrays: Sequence[Tensor]) -> Tensor:
