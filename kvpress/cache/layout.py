@@ -17,7 +17,8 @@ SHARED_ROWS = 2**16
 class Layout:
     """Lengths and offsets of streams: stream `n` is rows `offsets[n] : offsets[n + 1]` of flat `[total, ...]` storage.
 
-    Lengths are on the host, since they change only when pairs are sealed or evicted, never per token.
+    Lengths are on the host, since they change only when pairs are sealed or evicted, never per token. Layers share layouts,
+    so tensors of a layout are made outside of inference mode, for use with gradients.
     """
 
     def __init__(self, lengths: Iterable[int]) -> None:
@@ -50,15 +51,18 @@ class Layout:
         return slice(self.offsets[stream], self.offsets[stream + 1])
 
     @cached_property
+    @torch.inference_mode(False)
     def starts_tensor(self) -> Tensor:
         """First row of every stream, int64 [N] on the host."""
         return torch.tensor(self.offsets[:-1], dtype=torch.int64)
 
     @cached_property
+    @torch.inference_mode(False)
     def lengths_tensor(self) -> Tensor:
         """Length of every stream, int64 [N] on the host."""
         return torch.tensor(self.lengths, dtype=torch.int64)
 
+    @torch.inference_mode(False)
     def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return first row and length of every stream, int64 [N] each, on a device; copied there once."""
         if device not in self._on_device:
