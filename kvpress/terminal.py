@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Line breaks in long names on a terminal: between the parts of a name, not inside a word."""
+"""Line breaks on a terminal: in text between words, in long names between their parts."""
 
 from __future__ import annotations
 
@@ -49,3 +49,8 @@ class Name:
         words = (word for segment in _AFTER[0].split(self.text) for word in _AFTER[1].split(segment))
         min_width = max((len(word.strip()) for word in words), default=0)
         return Measurement(min_width, max(min_width, len(self.text))).with_maximum(options.max_width)
+
+
+def print_text(console: Console, text: str, style: str = "") -> None:
+    """Print text without markup: a terminal wraps it at words, a pipe gets each of its lines in one piece."""
+    console.print(Text(text, style=style), soft_wrap=not console.is_terminal)

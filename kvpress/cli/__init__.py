@@ -24,8 +24,7 @@ from kvpress.cli.calibrate import calibrate_app
 from kvpress.cli.console import UNWRITABLE, App, fail, new_console, shown, tokens
 from kvpress.cli.doctor import doctor_command
 from kvpress.core.registry import ORDER, STATUSES
-from kvpress.printing import print_text
-from kvpress.terminal import Name
+from kvpress.terminal import Name, print_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

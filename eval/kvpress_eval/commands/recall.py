@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from kvpress.printing import print_text
+from kvpress.terminal import print_text
 from kvpress_eval.commands import _shared as shared
 
 if TYPE_CHECKING:

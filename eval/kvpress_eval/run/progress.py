@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskProgres
 from rich.table import Column
 from rich.text import Text
 
-from kvpress.printing import print_text
+from kvpress.terminal import print_text
 
 _BAR = 16
 """Columns of the bar; the current label has the remainder of the line."""

@@ -15,7 +15,7 @@ import kvpress
 from kvpress.cache.report import format_bytes, parse_bytes
 from kvpress.core.registry import STATUSES
 from kvpress.plan import Geometry
-from kvpress.printing import print_text
+from kvpress.terminal import print_text
 from kvpress_eval.common.errors import BusyError, ConfigError
 from kvpress_eval.common.files import make_folder
 from kvpress_eval.config.schema import RAY, RunConfig
