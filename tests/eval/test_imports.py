@@ -38,7 +38,8 @@ USED = {
     "kvpress.hf.cache.layer", "kvpress.hf.cache.prefix_store", "kvpress.hf.config", "kvpress.hf.generation.clock",
     "kvpress.hf.generation.greedy", "kvpress.hf.generation.steps", "kvpress.hf.model_files", "kvpress.hf.model_kwargs",
     "kvpress.hf.models",
-    "kvpress.hf.positions", "kvpress.hf.session.session", "kvpress.hf.weights", "kvpress.observe.call",
+    "kvpress.hf.positions", "kvpress.hf.session.session", "kvpress.hf.shards", "kvpress.hf.weights", "kvpress.observe.call",
+    "kvpress.observe.shards",
     "kvpress.packages", "kvpress.plan", "kvpress.signals", "kvpress.sparse", "kvpress.terminal",
 }  # fmt: skip
 """The modules of the library that the harness builds on."""
