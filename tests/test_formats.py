@@ -49,6 +49,37 @@ def test_joined_segments_are_their_parts(name: str) -> None:
         assert not joined.side["late"][rows][: old.stop - old.start].any()
 
 
+def assert_same_pairs(actual: Segment, expected: Segment) -> None:
+    """Compare pairs, slots and what is recorded with each pair."""
+    assert actual.layout.lengths == expected.layout.lengths
+    for a, b in (
+        *zip(actual.read(slice(None)), expected.read(slice(None)), strict=True),
+        (actual.slots(), expected.slots()),
+        (actual.side["mass"], expected.side["mass"]),
+    ):
+        assert torch.equal(a, b)
+    assert actual.contiguous == expected.contiguous
+
+
+@every_codec
+@pytest.mark.parametrize("move", [0, 40], ids=["without a gap", "gap"])
+def test_pieces_of_joined_segments_and_streams_are_their_rows(name: str, move: int) -> None:
+    older, newer = segment(name), segment(name)
+    after = torch.tensor(older.layout.lengths).repeat_interleave(torch.tensor(newer.layout.lengths))
+    newer._set_slots(newer.slots() + after + move)
+    joined = Segment.join([older, newer])
+    whole = list(joined.layout.lengths)
+    bounds = [min(3, length) for length in whole], [min(length, max(3, length - 2)) for length in whole]
+    ranks = [torch.arange(length) for length in whole]
+    edges = [[0] * 4, *bounds, whole]
+    for number, piece in enumerate(Segment.join_and_cut([older, newer], *bounds)):
+        inside = [(rank >= a) & (rank < b) for rank, a, b in zip(ranks, edges[number], edges[number + 1], strict=True)]
+        rows = torch.cat(inside).nonzero().flatten()
+        assert_same_pairs(piece, joined.take(rows, Layout(int(part.sum()) for part in inside)))
+    rows = torch.cat([torch.arange(*joined.layout.rows(n).indices(joined.layout.total)) for n in (3, 0)])
+    assert_same_pairs(joined.take_streams([3, -1, 0]), joined.take(rows, Layout([whole[3], 0, whole[0]])))
+
+
 @every_codec
 @pytest.mark.parametrize("lengths", [LENGTHS, [16] * 4], ids=["ragged", "even"])
 def test_a_format_is_read_from_files_as_it_was_written(name: str, lengths: list[int]) -> None:
