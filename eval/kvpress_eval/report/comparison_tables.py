@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from kvpress_eval.report.table import markdown
 from kvpress_eval.results.records import FIDELITY, LM_EVAL, RECALL, Records
 
 TITLES = {FIDELITY: "Fidelity to the full cache", RECALL: "Recall of facts", LM_EVAL: "Tasks of lm-eval"}
-_MEASURED = ("rows", "presses", "kind", "best", "cells", "contexts", "answers")
+_MEASURED = ("rows", "presses", "kind", "best", "cells", "contexts", "answers", "stopped")
 """Keys of a record that hold results; all others describe the run."""
 _MODEL = ("model", "weights", "kvpress", "device", "dtype", "batch_size", "model_kwargs")
 _ASKED = {
@@ -200,7 +200,7 @@ def _fidelity_sheet(records: Sequence[dict[str, Any]]) -> Sheet:
         conditions=_conditions(records[0]),
         columns=[figure.heading.replace("\n", " ") for figure in figures],
         rows=[(row["press"], [(column.text(row), _finite(row.get(column.key))) for column in figures]) for row in rows],
-        note=f"Perplexity of the full cache: {rows[0]['full_perplexity']:.3f}.",
+        note=" ".join([f"Perplexity of the full cache: {rows[0]['full_perplexity']:.3f}.", *_stopped(records, newest)]),
         lines=[{key: value for key, value in row.items() if not isinstance(value, list)} for row in rows],
         terminal=fidelity_table(rows),
         records=records,
@@ -231,7 +231,7 @@ def _recall_sheet(records: Sequence[dict[str, Any]]) -> Sheet:
         conditions=conditions,
         columns=[heading.replace("\n", " ") for heading in recall_table.HEADINGS],
         rows=[(row["press"], recall_table.cells(row)) for row in rows],
-        note=" ".join([*sentences, *(f"{note}." for note in recall_table.notes(rows))]),
+        note=" ".join([*sentences, *(f"{note}." for note in recall_table.notes(rows)), *_stopped(records, newest)]),
         lines=[{key: value for key, value in row.items() if not isinstance(value, dict)} for row in rows],
         terminal=recall_table.to_table(rows),
         records=records,
@@ -288,6 +288,12 @@ def _conditions(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the conditions of a record, from its top level or its configuration."""
     fields = {**record["config"], **record}
     return {key: fields.get(key) for key in (*_MODEL, *_ASKED[record["kind"]])}
+
+
+def _stopped(records: Iterable[Mapping[str, Any]], measured: Container[str]) -> list[str]:
+    """Return a sentence for each press that a limit on its time stopped, unless another record has its figures."""
+    sentences = {stopped["press"]: stopped["sentence"] for record in records for stopped in record.get("stopped", ())}
+    return [f"{sentence}." for press, sentence in sentences.items() if press not in measured]
 
 
 def _finite(value: float | None) -> float | None:

@@ -26,6 +26,11 @@ class _Settings(_Part):
     batch_size: int
 
 
+class _Stopped(_Part):
+    press: str
+    sentence: str
+
+
 class _Record(_Part):
     run: str
     date: str
@@ -34,6 +39,7 @@ class _Record(_Part):
     device: str
     dtype: str
     config: _Settings
+    stopped: list[_Stopped] = Field(default_factory=list)
 
 
 class _FidelityRow(_Part):
