@@ -13,6 +13,7 @@ from torch import Tensor
 
 import kvpress
 from kvpress.core.effect import left_whole
+from kvpress_eval.results.records import FIRST_TOKENS
 
 LAYER_FIGURES = ("output_error", "isolated_error", "attention_recall")
 
@@ -118,9 +119,12 @@ class Fidelity:
 
     def row(self) -> dict[str, Any]:
         """Return the figures as plain data; `kl_by_token` is the mean over texts."""
+        first, later = self.kl[:, :FIRST_TOKENS], self.kl[:, FIRST_TOKENS:]
         return {
             "press": self.press,
             "kl_mean": float(self.kl.mean()),
+            "kl_first": float(first.mean()),
+            "kl_later": float(later.mean()) if later.numel() else None,
             "kl_p99": float(self.kl.quantile(0.99)),
             "top1_agreement": float(self.agrees.float().mean()),
             "perplexity": float(self.nll.mean().exp()),

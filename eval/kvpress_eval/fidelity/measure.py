@@ -26,7 +26,7 @@ from kvpress_eval.fidelity.comparison import BatchComparison
 from kvpress_eval.fidelity.continuation import config_errors
 from kvpress_eval.fidelity.figures import Fidelity
 from kvpress_eval.fidelity.texts import read_texts, unknown_share
-from kvpress_eval.results.records import FIDELITY
+from kvpress_eval.results.records import FIDELITY, FIRST_TOKENS
 from kvpress_eval.run.environment import describe_run
 from kvpress_eval.run.language import in_words_of
 from kvpress_eval.run.models import Engine, check_lengths, load_engine, read_settings
@@ -108,6 +108,7 @@ def measure(
         "kind": FIDELITY,
         "context": context,
         "tokens": tokens,
+        "first_tokens": min(FIRST_TOKENS, tokens),
         "chunk": chunk,
         "text": text,
         "text_source": real.origin if real else None,

@@ -191,7 +191,7 @@ def test_the_command_prints_a_table_and_writes_its_figures(tmp_path: Path) -> No
     out = tmp_path / "new" / "figures.json"
     code, output = invoke("--press", "none", "--press", "streaming_llm:0.5", "--out", str(out))
     assert code == 0, output
-    assert "bits/value" in output
+    assert "perplexity" in output
     record = json.loads(out.read_text())
     assert (record["context"], record["tokens"], record["config"]["samples"]) == (64, 8, 2)
     none, half = record["rows"]
@@ -226,8 +226,8 @@ def test_tables_fit_a_terminal_of_100_columns() -> None:
     lines = console.export_text().splitlines()
     assert max(map(len, lines)) <= 100
     press_lines = [line for line in lines if line.startswith("adakv(expected_attention")]
-    assert [line.split()[-7:] for line in press_lines[:1]] == [
-        ["1.00000", "1.0000", "100.0", "2.718", "16.00", "16.00", "100"]
+    assert [line.split()[-9:] for line in press_lines[:1]] == [
+        ["1.00000", "1.0000", "-", "1.0000", "100.0", "2.718", "16.00", "16.00", "100"]
     ]
     assert press_lines[1].split()[-4:] == ["0", "0.2000", "0.2000", "20.0"]
 

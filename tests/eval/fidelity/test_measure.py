@@ -176,6 +176,14 @@ def test_the_command_continues_after_an_interrupt(tmp_path: Path, continued: lis
     assert len(read_rows(rows_folder(out) / "rows.jsonl")[0]) == 2
 
 
+def test_the_first_tokens_are_apart_from_later_ones() -> None:
+    (row,) = measured(presses=("streaming_llm:budget=8,n_sink=0",))["rows"]
+    by_token = row["kl_by_token"]
+    assert row["kl_first"] == pytest.approx(sum(by_token[:16]) / 16, rel=1e-4)
+    assert row["kl_later"] == pytest.approx(sum(by_token[16:]) / 4, rel=1e-4)
+    assert row["kl_mean"] == pytest.approx((16 * row["kl_first"] + 4 * row["kl_later"]) / 20, rel=1e-4)
+
+
 def test_a_prompt_that_is_held_as_it_is_is_named() -> None:
     rows = measured(presses=("kivi:bits=2,residual_length=128", "knorm:0.5"), samples=1)["rows"]
     assert [row["compressed"] for row in rows] == [False, True]
