@@ -12,7 +12,8 @@
 `half` keeps half of the pairs where a press has a ratio, and its own default size otherwise. Presses are measured in groups
 that share the reading of a context. A group that fails is measured press by press, and the record names the presses that
 failed with the reason. Rows are stored in `FILE.rows`, so that the same command continues a run that was stopped, and
-`--finished` writes the record of what is there. `--take` copies the rows of the same questions from earlier records.
+`--finished` writes the record of what is there. `--take` copies the rows of the same questions from earlier records. With
+`--press-seconds`, a press that takes longer is named among those that failed.
 """
 
 from __future__ import annotations
@@ -25,14 +26,13 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvpress_eval.commands.recall import rows_folder
 from kvpress_eval.common.errors import ConfigError, EvalError
 from kvpress_eval.common.files import write_json
 from kvpress_eval.config.schema import RunConfig
 from kvpress_eval.recall.facts import FactSettings
 from kvpress_eval.recall.figures import Margins
 from kvpress_eval.recall.measure import measure
-from kvpress_eval.results.store import CellStore, read_rows
+from kvpress_eval.results.store import CellStore, read_rows, rows_folder
 from kvpress_eval.results.summary import BASELINE
 from kvpress_eval.results.verdict import nats, points
 from rich.console import Console
@@ -253,6 +253,7 @@ def measure_all(
     folder: Path,
     console: Console,
     finished_only: bool = False,
+    press_seconds: float | None = None,
 ) -> dict[str, Any]:
     """Return the record of `presses`, and under `failed` the presses without figures, each with its error.
 
@@ -265,7 +266,9 @@ def measure_all(
     def measure_group(group: Sequence[str]) -> None:
         begun = time.monotonic()
         try:
-            measure(config.model_copy(update={"presses": tuple(group)}), facts, margins, console, folder)
+            record = measure(
+                config.model_copy(update={"presses": tuple(group)}), facts, margins, console, folder, press_seconds
+            )
         except (ConfigError, EvalError) as error:
             if len(group) > 1:
                 for press in group:
@@ -274,6 +277,7 @@ def measure_all(
                 failed[group[0]] = str(error)
                 console.print(f"failed: {group[0]}: {error}", soft_wrap=True)
         else:
+            failed.update({stopped["press"]: stopped["sentence"] for stopped in record["stopped"]})
             console.print(f"{time.monotonic() - begun:.0f} s: {', '.join(group)}", soft_wrap=True)
 
     if not finished_only:
@@ -300,6 +304,7 @@ def main() -> None:
     parser.add_argument(
         "--finished", action="store_true", help="measure nothing, and write the presses that are finished"
     )
+    parser.add_argument("--press-seconds", type=float, help="longest time of a press over all contexts")
     options = parser.parse_args()
     config = RunConfig(
         model=options.model,
@@ -316,7 +321,9 @@ def main() -> None:
         earlier = [json.loads(path.read_text()) for path in options.take]
         count = take_rows(folder, earlier, {BASELINE, *STUDIES[options.study]}, config)
         console.print(f"rows taken from earlier records: {count}")
-    record = measure_all(config, STUDIES[options.study], FactSettings(), folder, console, options.finished)
+    record = measure_all(
+        config, STUDIES[options.study], FactSettings(), folder, console, options.finished, options.press_seconds
+    )
     write_json(options.out, record)
 
 

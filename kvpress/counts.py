@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parse numbers of tokens and sizes in bytes, and format sizes and lists of values for messages."""
+"""Parse numbers of tokens, sizes in bytes and times, and format sizes and lists of values for messages."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -45,6 +46,23 @@ def parse_bytes(text: str, name: str = "limit") -> int:
         raise ValueError(f"{name} must be a size such as 4GB, 512MiB or 300000, got {text!r}")
     unit = (match[2] or match[3] or "").upper()
     return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(unit or " "))
+
+
+def parse_seconds(value: Any, name: str = "seconds") -> float:
+    """Read a limit in seconds, such as 120 or 0.5; `name` is its name in messages.
+
+    Raises:
+        ValueError: not a number, not above 0, or infinite.
+    """
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ValueError(
+            f"{name} must be a number of seconds above 0, such as 120, got {value!r}; without a limit, leave it out"
+        )
+    return seconds
 
 
 def format_bytes(size: float) -> str:

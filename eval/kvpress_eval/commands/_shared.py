@@ -56,6 +56,23 @@ def token_count(name: str, help: str, least: int = 1) -> Any:
     return typer.Option(help=help, parser=parse, metavar="TOKENS")
 
 
+def _parse_press_seconds(value: str | float) -> float:
+    from kvpress.counts import parse_seconds
+
+    try:
+        return parse_seconds(value, "press-seconds")
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+PressSeconds = Annotated[
+    float | None,
+    typer.Option(
+        help="Seconds of a press over all contexts; one that has used more skips its further contexts. Default: no limit.",
+        parser=_parse_press_seconds,
+        metavar="SECONDS",
+    ),
+]
 MaxContextLength = Annotated[
     int | None,
     token_count("max_context_length", "Longest context, chat template included; longer ones lose their middle.", 16),
@@ -99,6 +116,29 @@ def print_written(page: Path, files: Sequence[Path], console: Console) -> None:
     beside = sorted(path.name for path in files if path != page)
     if beside:
         console.print(Text(f"beside it: {', '.join(beside)}", style="dim"), soft_wrap=True)
+
+
+def print_stopped(record: Mapping[str, Any], console: Console) -> None:
+    """Print a sentence for each press that was stopped by the limit on its time."""
+    from kvpress.printing import print_text
+
+    for stopped in record["stopped"]:
+        print_text(console, stopped["sentence"])
+
+
+@contextmanager
+def continuable(out: Path | None, console: Console) -> Iterator[None]:
+    """After Ctrl-C print that the same command continues, if rows are stored beside `out`."""
+    from kvpress.signals import INTERRUPTED, Terminated
+
+    try:
+        yield
+    except Terminated:
+        raise
+    except KeyboardInterrupt:
+        if out:
+            console.print("interrupted; the same command continues where this one stopped")
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def split(text: str) -> list[str]:

@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from kvpress_eval.commands import _shared as shared
-from kvpress_eval.commands.recall import measure_and_write, rows_folder
+from kvpress_eval.commands.recall import measure_and_write
 
 if TYPE_CHECKING:
     from kvpress_eval.config.schema import RunConfig
@@ -43,6 +43,7 @@ def command(
         from kvpress_eval.common.files import check_replaced, make_room
         from kvpress_eval.recall.facts import FactSettings
         from kvpress_eval.recall.figures import Margins
+        from kvpress_eval.results.store import rows_folder
         from kvpress_eval.results.verdict import nats, points
 
         reason = None

@@ -26,6 +26,7 @@ def command(
     layers: Annotated[bool, typer.Option("--layers", help="Also measure every layer: errors, attention read.")] = False,
     samples: shared.Samples = 4,
     text: shared.RealText = None,
+    press_seconds: shared.PressSeconds = None,
     out: shared.FigureFile = None,
     seed: shared.Seed = 0,
     language: Annotated[str, typer.Option(help="Wording of the generated texts: auto, reference or english.")] = "auto",
@@ -40,13 +41,16 @@ def command(
 
     The context is read in one pass and compressed. Its continuation is read through the compressed cache, one token at a time
     or in chunks. A perplexity from one pass over the text would show no difference, because that pass never reads the
-    compressed cache.
+    compressed cache. With --out, the same command continues a measurement that was stopped.
     """
     options = locals()
     with shared.exit_codes() as console:
         from kvpress_eval.common.files import write_json
 
-        record = compare(shared.make_config(options, press, context), tokens, text, out, force, console, chunk, layers)
+        config = shared.make_config(options, press, context)
+        record = compare(
+            config, tokens, text, out, force, console, chunk=chunk, layers=layers, press_seconds=press_seconds
+        )
         if out:
             write_json(out, record)
 
@@ -58,20 +62,28 @@ def compare(
     out: Path | None,
     force: bool,
     console: Console,
+    *,
     chunk: int = 1,
     layers: bool = False,
+    press_seconds: float | None = None,
 ) -> dict[str, Any]:
-    """Measure fidelity and print it; `out` is checked, and its folder made, before any work."""
+    """Measure fidelity and print it; `out` is checked, and its folder made, before any work. Rows are stored beside it."""
     from kvpress_eval.common.files import check_replaced, make_room
     from kvpress_eval.fidelity.measure import measure
     from kvpress_eval.report.comparison_tables import fidelity_table, layer_table
+    from kvpress_eval.results.store import rows_folder
 
     if out:
         make_room(out, "figures.json")
         check_replaced([out], [config.model, *([text.removeprefix("file:")] if text else [])], force)
-    record = measure(config, tokens, text, console, chunk, layers)
-    console.print(fidelity_table(record["rows"]))
-    if layers:
+    with shared.continuable(out, console):
+        record = measure(
+            config, tokens, text, console, chunk, layers, folder=out and rows_folder(out), press_seconds=press_seconds
+        )
+    if record["rows"]:
+        console.print(fidelity_table(record["rows"]))
+    if record["rows"] and layers:
         console.print()
         console.print(layer_table(record["rows"]))
+    shared.print_stopped(record, console)
     return record

@@ -34,6 +34,7 @@ def command(
     ] = False,
     margin: Annotated[float, typer.Option(help="Points that may be lost for the verdict.", min=0)] = 3.0,
     kl_margin: Annotated[float, typer.Option(help="Nats of KL that may be lost for the verdict.", min=0)] = 0.05,
+    press_seconds: shared.PressSeconds = None,
     out: shared.FigureFile = None,
     seed: Annotated[int, typer.Option(help="Seed of the contexts.")] = 0,
     language: Annotated[str, typer.Option(help="Wording of the contexts: auto, reference or english.")] = "auto",
@@ -60,26 +61,26 @@ def command(
             make_room(out, "figures.json")
             check_replaced([out], [model, filler.removeprefix("file:")], force)
         margins = Margins(points(margin), nats(kl_margin))
-        measure_and_write(config, FactSettings(facts, tuple(shared.split(values))), margins, out, console)
+        settings = FactSettings(facts, tuple(shared.split(values)))
+        measure_and_write(config, settings, margins, out, console, press_seconds)
 
 
 def measure_and_write(
-    config: RunConfig, facts: FactSettings, margins: Margins, out: Path | None, console: Console
+    config: RunConfig,
+    facts: FactSettings,
+    margins: Margins,
+    out: Path | None,
+    console: Console,
+    press_seconds: float | None = None,
 ) -> None:
     """Measure recall, print a table and the verdicts for each length, and write the figures to `out`."""
-    from kvpress.signals import INTERRUPTED, Terminated
     from kvpress_eval.common.files import write_json
     from kvpress_eval.recall.measure import measure
     from kvpress_eval.report.recall_table import to_table
+    from kvpress_eval.results.store import rows_folder
 
-    try:
-        record = measure(config, facts, margins, console, out and rows_folder(out))
-    except Terminated:
-        raise
-    except KeyboardInterrupt:
-        if out:
-            console.print("interrupted; the same command continues where this one stopped")
-        raise typer.Exit(INTERRUPTED) from None
+    with shared.continuable(out, console):
+        record = measure(config, facts, margins, console, out and rows_folder(out), press_seconds)
     for cell in record["cells"]:
         questions = config.samples * facts.count
         title = f"\n{cell['length']} tokens, {questions} questions in {config.samples} contexts"
@@ -87,10 +88,6 @@ def measure_and_write(
         console.print(to_table(cell["rows"]))
         for sentence in cell["sentences"]:
             print_text(console, sentence, "bold")
+    shared.print_stopped(record, console)
     if out:
         write_json(out, record)
-
-
-def rows_folder(out: Path) -> Path:
-    """Return the folder of the rows that a measurement stores beside its figures."""
-    return out.with_name(f"{out.name}.rows")

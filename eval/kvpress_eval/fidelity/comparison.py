@@ -4,77 +4,120 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cached_property
 
-import torch
 from torch import Tensor
 from transformers import Cache
 
-import kvpress
-from kvpress.core.effect import left_whole
+from kvpress.hf.generation.clock import now
+from kvpress_eval.common.errors import EvalError
 from kvpress_eval.fidelity.continuation import ContinuationLogits, Watcher, continue_reading, read_prompts
-from kvpress_eval.fidelity.figures import Fidelity, LayerFigures, kl_divergence, negative_log_likelihood
+from kvpress_eval.fidelity.figures import (
+    BatchFigures,
+    Fidelity,
+    LayerFigures,
+    kl_divergence,
+    negative_log_likelihood,
+)
 from kvpress_eval.fidelity.layers import LayerRecorder, Meter, by_layer
 from kvpress_eval.results.summary import BASELINE
 from kvpress_eval.run.models import Engine
-from kvpress_eval.run.progress import RunProgress
+from kvpress_eval.run.progress import JobProgress
 
 
-@dataclass
-class _Measured:
-    """Measurements of one press; every list has one entry per batch."""
+@dataclass(eq=False)
+class BatchComparison:
+    """Comparison of presses with the full cache on texts that are read together.
 
-    figures: list[tuple[Tensor, ...]] = field(default_factory=list)
-    """KL, top-1 agreement, and the negative log-likelihoods under the press and with the full cache."""
-    prompts: list[Any] = field(default_factory=list)
-    """Memory reports after the prompt."""
-    ends: list[Any] = field(default_factory=list)
-    """Memory reports after the continuation."""
-    running: list[Meter] = field(default_factory=list)
-    """Meters of the running model; empty without `layers`."""
-    isolated: list[Meter] = field(default_factory=list)
-    """Meters of layers that get the inputs of the full cache; empty without `layers`."""
+    The texts are read with the full cache once. Its logits `[B, tokens, V]` stay in memory, in the dtype of the model; with
+    `layers` also its pairs, and the inputs, queries and outputs of its layers.
+    """
 
-    def add(self, full: ContinuationLogits, reading: ContinuationLogits, tokens: Tensor) -> None:
-        """Add the figures of a batch: `full` and `reading` continue with the same `tokens [B, n]`."""
-        agrees = full.logits.argmax(-1) == reading.logits.argmax(-1)
-        likelihoods = (negative_log_likelihood(logits, tokens) for logits in (reading.logits, full.logits))
-        self.figures.append((kl_divergence(full.logits, reading.logits), agrees, *likelihoods))
-        self.prompts.append(reading.prompt)
-        self.ends.append(reading.end)
+    engine: Engine
+    """Model and tokenizer."""
+    ids: Tensor
+    """Texts `[B, context + tokens]`."""
+    context: int
+    """Tokens of a context, which is read in one pass."""
+    chunk: int = 1
+    """Tokens of the continuation that one pass reads."""
+    layers: bool = False
+    """Measure every layer too."""
+    full: ContinuationLogits | None = field(default=None, init=False, repr=False)
+    """Reading with the full cache, in the same chunks, so that rounding is the same; None before the first measurement."""
 
-    def fidelity(self, press: str) -> Fidelity:
-        """Return the figures of all batches."""
-        kl, agrees, nll, full_nll = (torch.cat(batches).cpu() for batches in zip(*self.figures, strict=True))
-        return Fidelity(
-            press,
+    def __post_init__(self) -> None:
+        # A cache may keep views of the tokens that it has read; their storage, which counts as held, must not be all texts.
+        self.ids = self.ids.clone()
+
+    @property
+    def following(self) -> Tensor:
+        """Continuations `[B, tokens]`."""
+        return self.ids[:, self.context :]
+
+    def measure(
+        self, presses: Sequence[str], progress: JobProgress | None = None
+    ) -> Iterator[tuple[str, BatchFigures]]:
+        """Read the texts under each press and yield its figures; presses share the reading of the contexts where they can.
+
+        The first call also reads the full cache.
+
+        Raises:
+            ConfigError: a press does not suit the model or the length of the context.
+            EvalError: a press breaks the model's numbers.
+        """
+        first = () if self.full else (BASELINE,)
+        contexts = self.ids[:, : self.context]
+        read = read_prompts(self.engine.model, (*first, *presses), contexts, self.following.shape[1])
+        for press, cache, seconds in read:
+            if self.full is None:
+                self.full = self._record(cache)
+                continue
+            if progress:
+                progress.cell(press)
+            started = now(self.ids.device)
+            figures = self._compare(press, cache, self.full)
+            yield press, replace(figures, seconds=seconds + now(self.ids.device) - started)
+
+    def read(self, press: str) -> ContinuationLogits:
+        """Read the contexts under a press in one pass, and the continuations in chunks."""
+        ((_, cache, _),) = read_prompts(self.engine.model, (press,), self.ids[:, : self.context])
+        return self._continue(press, cache)
+
+    def _record(self, cache: Cache) -> ContinuationLogits:
+        if not self.layers:
+            return self._continue(BASELINE, cache)
+        recorder = LayerRecorder()
+        return replace(self._continue(BASELINE, cache, recorder.on), layers=recorder.layers)
+
+    def _compare(self, press: str, cache: Cache, full: ContinuationLogits) -> BatchFigures:
+        running = isolated = None
+        if self.layers:
+            running, isolated = Meter(full.layers), Meter(full.layers, isolated=True)
+            self._continue(press, copy.deepcopy(cache), isolated.on)
+        reading = self._continue(press, cache, running.on if running else None)
+        kl = kl_divergence(full.logits, reading.logits)
+        if not kl.isfinite().all():
+            raise EvalError(f"press {press!r}: the divergence from the full cache is not finite")
+        return BatchFigures(
             kl,
-            agrees,
-            nll,
-            full_nll,
-            prompt_bits=_bits(self.prompts, sum(report.total_bytes for report in self.prompts)),
-            shared_bits=_bits(self.prompts, sum(report.components.get("tables", 0) for report in self.prompts)),
-            end_bits=_bits(self.ends, sum(report.total_bytes for report in self.ends)),
-            kept=sum(report.kept for report in self.ends) / sum(report.seen for report in self.ends),
-            compressed=not left_whole(
-                kvpress.get_press(press),
-                sum(report.kept for report in self.prompts) / sum(report.seen for report in self.prompts),
-                sum(report.total_bytes for report in self.prompts),
-                sum(report.uncompressed_bytes for report in self.prompts),
-            ),
-            layers=_layer_figures(self.running, self.isolated) if self.running else None,
+            full.logits.argmax(-1) == reading.logits.argmax(-1),
+            negative_log_likelihood(reading.logits, self.following),
+            negative_log_likelihood(full.logits, self.following),
+            reading.prompt,
+            reading.end,
+            layers=_layer_figures(running, isolated) if running and isolated else None,
         )
+
+    def _continue(self, press: str, cache: Cache, watch: Watcher | None = None) -> ContinuationLogits:
+        return continue_reading(self.engine.model, press, cache, self.following, self.chunk, watch)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Comparison of presses with the full cache on fixed texts.
-
-    The texts are read with the full cache once. Its logits `[S, tokens, V]` stay in memory, in the dtype of the model; with
-    `layers` also its pairs, and the inputs, queries and outputs of its layers.
-    """
+    """Comparison of presses with the full cache on all texts, whose full readings stay in memory."""
 
     engine: Engine
     """Model and tokenizer."""
@@ -88,80 +131,40 @@ class Comparison:
     """Tokens of the continuation that one pass reads."""
     layers: bool = False
     """Measure every layer too."""
-    _full: dict[int, ContinuationLogits] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @cached_property
+    def batches(self) -> list[BatchComparison]:
+        """Comparisons on the texts that are read together."""
+        texts = self.ids.split(self.batch_size)
+        return [BatchComparison(self.engine, ids, self.context, self.chunk, self.layers) for ids in texts]
 
     @property
     def full(self) -> list[ContinuationLogits]:
-        """Readings with the full cache, one per batch, in the same chunks, so that rounding is the same."""
+        """Readings with the full cache, one per batch."""
         self.fidelities(())
-        return list(self._full.values())
-
-    @property
-    def batches(self) -> Sequence[Tensor]:
-        """Texts `[B, context + tokens]`, batch by batch."""
-        return self.ids.split(self.batch_size)
+        return [batch.full for batch in self.batches if batch.full]
 
     def fidelity(self, press: str) -> Fidelity:
         """Read all texts under a press; raise the errors of `fidelities`."""
         return self.fidelities((press,))[0]
 
-    def fidelities(self, presses: Sequence[str], progress: RunProgress | None = None) -> list[Fidelity]:
+    def fidelities(self, presses: Sequence[str]) -> list[Fidelity]:
         """Read all texts under each press; presses share the reading of a context where they can.
 
-        The first call also reads the full cache. `progress` advances by one for each press and batch.
+        The first call also reads the full cache.
 
         Raises:
             ConfigError: a press does not suit the model or the length of the context.
             EvalError: a press breaks the model's numbers.
         """
-        measured = {press: _Measured() for press in presses}
-        for index, batch in enumerate(self.batches):
-            context, following = batch[:, : self.context], batch[:, self.context :]
-            first = () if index in self._full else (BASELINE,)
-            for press, cache in read_prompts(self.engine.model, (*first, *measured), context, following.shape[1]):
-                if index not in self._full:
-                    self._full[index] = self._record(cache, following)
-                    continue
-                if progress:
-                    progress.cell(press)
-                self._measure(measured[press], press, cache, following, self._full[index])
-                if progress:
-                    progress.advance(1)
-        return [measured[press].fidelity(press) for press in presses]
-
-    def read(self, press: str, batch: Tensor) -> ContinuationLogits:
-        """Read the contexts of `batch [B, context + tokens]` in one pass, and the continuations in chunks."""
-        ((_, cache),) = read_prompts(self.engine.model, (press,), batch[:, : self.context])
-        return self._continue(press, cache, batch[:, self.context :])
-
-    def _record(self, cache: Cache, tokens: Tensor) -> ContinuationLogits:
-        if not self.layers:
-            return self._continue(BASELINE, cache, tokens)
-        recorder = LayerRecorder()
-        return replace(self._continue(BASELINE, cache, tokens, recorder.on), layers=recorder.layers)
-
-    def _measure(self, measured: _Measured, press: str, cache: Cache, tokens: Tensor, full: ContinuationLogits) -> None:
-        if self.layers:
-            measured.running.append(Meter(full.layers))
-            measured.isolated.append(Meter(full.layers, isolated=True))
-            self._continue(press, copy.deepcopy(cache), tokens, measured.isolated[-1].on)
-        watch = measured.running[-1].on if self.layers else None
-        measured.add(full, self._continue(press, cache, tokens, watch), tokens)
-
-    def _continue(self, press: str, cache: Cache, tokens: Tensor, watch: Watcher | None = None) -> ContinuationLogits:
-        return continue_reading(self.engine.model, press, cache, tokens, self.chunk, watch)
+        rows: dict[str, list[dict[str, object]]] = {press: [] for press in presses}
+        for batch in self.batches:
+            for press, figures in batch.measure(tuple(rows)):
+                rows[press].append(figures.row())
+        return [Fidelity.of_rows(press, rows[press]) for press in presses]
 
 
-def _layer_figures(running: Sequence[Meter], isolated: Sequence[Meter]) -> LayerFigures:
-    """Concatenate the figures of all batches."""
+def _layer_figures(running: Meter, isolated: Meter) -> LayerFigures:
     return LayerFigures(
-        list(running[0].full),
-        torch.cat([by_layer(meter.errors) for meter in running]),
-        torch.cat([by_layer(meter.errors) for meter in isolated]),
-        torch.cat([by_layer(meter.recalls) for meter in running]),
+        list(running.full), by_layer(running.errors), by_layer(isolated.errors), by_layer(running.recalls)
     )
-
-
-def _bits(reports: Sequence[Any], size: int) -> float:
-    """Return bits per value: `size` bytes over the number of values of the uncompressed caches."""
-    return 8 * size / sum(report.uncompressed_bytes / report.value_bytes for report in reports)

@@ -10,13 +10,14 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import Cache
 
 import kvpress
+from kvpress.hf.generation.clock import now
 from kvpress.hf.models import new_cache, with_cache
 from kvpress.hf.session.session import Session
 from kvpress_eval.common.errors import ConfigError, EvalError
@@ -43,8 +44,19 @@ class ContinuationLogits:
     """Records of the full cache, by the layer of the cache."""
 
 
-def read_prompts(model: Any, presses: Sequence[str], ids: Tensor, following: int = 0) -> Iterator[tuple[str, Cache]]:
-    """Read contexts `ids [B, n]` and yield each press with its cache; presses share the reading where they can.
+class PromptCache(NamedTuple):
+    """Compressed cache of the contexts that a press has read."""
+
+    press: str
+    """Spec of the press."""
+    cache: Cache
+    """Its cache."""
+    seconds: float
+    """Time of the press itself, and its equal share of the time of a shared reading."""
+
+
+def read_prompts(model: Any, presses: Sequence[str], ids: Tensor, following: int = 0) -> Iterator[PromptCache]:
+    """Read contexts `ids [B, n]` and yield the cache of each press; presses share the reading where they can.
 
     One reading makes as many caches as fit in memory, with room for `following` more tokens in one of them. If it fails, the
     group of presses is halved. Presses that cannot share a reading come last, each with a reading of its own.
@@ -93,20 +105,20 @@ def config_errors(press: str) -> Iterator[None]:
         raise ConfigError(f"press {press!r}: {error}") from error
 
 
-def _read_group(model: Any, group: Sequence[str], ids: Tensor) -> Iterator[tuple[str, Cache]]:
+def _read_group(model: Any, group: Sequence[str], ids: Tensor) -> Iterator[PromptCache]:
     if len(group) == 1:
-        yield group[0], _read_alone(model, group[0], ids)
+        yield _read_alone(model, group[0], ids)
         return
-    caches: list[Cache] = []
+    caches: list[PromptCache] = []
     try:
         caches = _read_together(model, group, ids)
     except (ValueError, NotImplementedError, torch.OutOfMemoryError) as error:
         # The frames of the error keep the tensors of the failed reading alive.
         traceback.clear_frames(error.__traceback__)
     if caches:
-        for press in group:
+        while caches:
             # Popped, so that a cache is freed as soon as its continuation is read.
-            yield press, caches.pop(0)
+            yield caches.pop(0)
         return
     memory.release()
     for half in parts(group, (len(group) + 1) // 2):
@@ -114,17 +126,20 @@ def _read_group(model: Any, group: Sequence[str], ids: Tensor) -> Iterator[tuple
 
 
 @torch.inference_mode()
-def _read_together(model: Any, group: Sequence[str], ids: Tensor) -> list[Cache]:
+def _read_together(model: Any, group: Sequence[str], ids: Tensor) -> list[PromptCache]:
     with _seeded(_PROMPT):
-        return kvpress.prefill(model, [kvpress.get_press(press) for press in group], ids).caches
+        reading = kvpress.prefill(model, [kvpress.get_press(press) for press in group], ids)
+    share = reading.seconds / len(group)
+    timed = zip(group, reading.caches, reading.press_seconds, strict=True)
+    return [PromptCache(press, cache, share + seconds) for press, cache, seconds in timed]
 
 
 @torch.inference_mode()
-def _read_alone(model: Any, press: str, ids: Tensor) -> Cache:
-    cache = new_cache(model)
+def _read_alone(model: Any, press: str, ids: Tensor) -> PromptCache:
+    cache, started = new_cache(model), now(ids.device)
     with _seeded(_PROMPT), config_errors(press), kvpress.get_press(press)(model):
         model(ids, **with_cache(cache), logits_to_keep=1)
-    return cache
+    return PromptCache(press, cache, now(ids.device) - started)
 
 
 @contextmanager

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,10 @@ from kvpress_eval.common.files import hash_json
 from kvpress_eval.common.terminal import MISSING, Name, number, plain_table
 from kvpress_eval.report import recall_plot, recall_table
 from kvpress_eval.report.table import markdown
-from kvpress_eval.results.records import FIDELITY, LM_EVAL, RECALL, Records
+from kvpress_eval.results.records import FIDELITY, FIRST_TOKENS, LM_EVAL, RECALL, Records
 
 TITLES = {FIDELITY: "Fidelity to the full cache", RECALL: "Recall of facts", LM_EVAL: "Tasks of lm-eval"}
-_MEASURED = ("rows", "presses", "kind", "best", "cells", "contexts", "answers")
+_MEASURED = ("rows", "presses", "kind", "best", "cells", "contexts", "answers", "stopped")
 """Keys of a record that hold results; all others describe the run."""
 _MODEL = ("model", "weights", "kvpress", "device", "dtype", "batch_size", "model_kwargs")
 _ASKED = {
@@ -43,6 +43,11 @@ class Figure:
     factor: float = 1.0
     """Factor that the value is multiplied by, such as 100 for per cent."""
 
+    @property
+    def name(self) -> str:
+        """Heading on one line."""
+        return self.heading.replace("/\n", "/").replace("\n", " ")
+
     def text(self, row: Mapping[str, Any]) -> str:
         """Return the figure of a row as text; a dash if it was not measured."""
         value = row.get(self.key)
@@ -51,11 +56,13 @@ class Figure:
 
 FIGURES = (
     Figure("KL\nmean", "kl_mean", 5),
+    Figure(f"KL\nfirst\n{FIRST_TOKENS}", "kl_first", 4),
+    Figure("KL\nlater", "kl_later", 4),
     Figure("KL\n99%", "kl_p99", 4),
-    Figure("same top\ntoken %", "top1_agreement", 1, 100),
+    Figure("same\ntop\ntoken %", "top1_agreement", 1, 100),
     Figure("perplexity", "perplexity", 3),
-    Figure("bits/value\nprompt", "prompt_bits_per_value", 2),
-    Figure("bits/value\nend", "end_bits_per_value", 2),
+    Figure("bits/\nvalue\nprompt", "prompt_bits_per_value", 2),
+    Figure("bits/\nvalue\nend", "end_bits_per_value", 2),
     Figure("kept\n%", "kept", 0, 100),
 )
 LAYER_FIGURES = (
@@ -141,7 +148,7 @@ def make_sheets(measured: Records) -> list[Sheet]:
 
 def fidelity_table(rows: Iterable[dict[str, Any]]) -> Table:
     """Return the rows of `kvpress fidelity` as a table for the terminal."""
-    table = plain_table(["press"], [figure.heading for figure in FIGURES], caption_justify="left")
+    table = plain_table(["press"], [figure.heading for figure in FIGURES], gap=1, caption_justify="left")
     notes: list[str] = []
     for row in rows:
         if not notes:
@@ -198,9 +205,9 @@ def _fidelity_sheet(records: Sequence[dict[str, Any]]) -> Sheet:
     return Sheet(
         kind=FIDELITY,
         conditions=_conditions(records[0]),
-        columns=[figure.heading.replace("\n", " ") for figure in figures],
+        columns=[figure.name for figure in figures],
         rows=[(row["press"], [(column.text(row), _finite(row.get(column.key))) for column in figures]) for row in rows],
-        note=f"Perplexity of the full cache: {rows[0]['full_perplexity']:.3f}.",
+        note=" ".join([f"Perplexity of the full cache: {rows[0]['full_perplexity']:.3f}.", *_stopped(records, newest)]),
         lines=[{key: value for key, value in row.items() if not isinstance(value, list)} for row in rows],
         terminal=fidelity_table(rows),
         records=records,
@@ -231,7 +238,7 @@ def _recall_sheet(records: Sequence[dict[str, Any]]) -> Sheet:
         conditions=conditions,
         columns=[heading.replace("\n", " ") for heading in recall_table.HEADINGS],
         rows=[(row["press"], recall_table.cells(row)) for row in rows],
-        note=" ".join([*sentences, *(f"{note}." for note in recall_table.notes(rows))]),
+        note=" ".join([*sentences, *(f"{note}." for note in recall_table.notes(rows)), *_stopped(records, newest)]),
         lines=[{key: value for key, value in row.items() if not isinstance(value, dict)} for row in rows],
         terminal=recall_table.to_table(rows),
         records=records,
@@ -288,6 +295,12 @@ def _conditions(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the conditions of a record, from its top level or its configuration."""
     fields = {**record["config"], **record}
     return {key: fields.get(key) for key in (*_MODEL, *_ASKED[record["kind"]])}
+
+
+def _stopped(records: Iterable[Mapping[str, Any]], measured: Container[str]) -> list[str]:
+    """Return a sentence for each press that a limit on its time stopped, unless another record has its figures."""
+    sentences = {stopped["press"]: stopped["sentence"] for record in records for stopped in record.get("stopped", ())}
+    return [f"{sentence}." for press, sentence in sentences.items() if press not in measured]
 
 
 def _finite(value: float | None) -> float | None:

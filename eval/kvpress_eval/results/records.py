@@ -15,6 +15,8 @@ from kvpress_eval.common.errors import DataError
 
 FIDELITY, RECALL, LM_EVAL = "fidelity", "recall", "lm-eval"
 """Record types: values of `kind` in a record."""
+FIRST_TOKENS = 16
+"""Tokens behind a context whose divergence is shown apart: they read the compressed context and little else."""
 
 
 class _Part(BaseModel):
@@ -26,6 +28,11 @@ class _Settings(_Part):
     batch_size: int
 
 
+class _Stopped(_Part):
+    press: str
+    sentence: str
+
+
 class _Record(_Part):
     run: str
     date: str
@@ -34,11 +41,14 @@ class _Record(_Part):
     device: str
     dtype: str
     config: _Settings
+    stopped: list[_Stopped] = Field(default_factory=list)
 
 
 class _FidelityRow(_Part):
     press: str
     kl_mean: float
+    kl_first: float | None = None
+    kl_later: float | None = None
     kl_p99: float
     top1_agreement: float
     perplexity: float

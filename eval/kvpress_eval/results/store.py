@@ -149,6 +149,11 @@ def store_of(out: Path, cell: str) -> CellStore:
     return CellStore(out / "cells" / cell)
 
 
+def rows_folder(out: Path) -> Path:
+    """Return the folder of the rows that a measurement stores beside the file of its figures."""
+    return out.with_name(f"{out.name}.rows")
+
+
 def log_run(out: Path, record: Mapping[str, Any]) -> None:
     """Append the record of this invocation to `runs.jsonl`; of two records with the same `run`, the later one counts."""
     with translated_os_errors(out), (out / "runs.jsonl").open("a", encoding="utf-8") as file:

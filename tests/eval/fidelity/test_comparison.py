@@ -64,8 +64,8 @@ def test_a_text_outside_the_vocabulary_is_reported(tmp_path: Path) -> None:
     strange.write_text("Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich. " * 20)
     familiar.write_text(" The code for tiger is 4837. The old river runs." * 60)
     for path, is_outside in ((strange, True), (familiar, False)):
-        out = tmp_path / "out.json"
-        code, output = invoke("--press", "none", "--text", str(path), "--out", str(out), "--force")
+        out = path.with_suffix(".json")
+        code, output = invoke("--press", "none", "--text", str(path), "--out", str(out))
         assert code == 0, output
         assert ("outside its vocabulary" in output.replace("\n", " ")) == is_outside
         assert (json.loads(out.read_text())["outside_vocabulary"] > 0.5) == is_outside
@@ -104,7 +104,7 @@ def test_the_compressed_context_is_read(engine: Engine, comparison: Comparison) 
 
 
 def test_tokens_of_the_continuation_are_encoded(comparison: Comparison) -> None:
-    reading = comparison.read("kivi:bits=2,group_size=32,residual_length=0", comparison.ids)
+    reading = comparison.batches[0].read("kivi:bits=2,group_size=32,residual_length=0")
     encoded = [report.components["codes"] for report in (reading.prompt, reading.end)]
     groups = [(CONTEXT + added) // 32 for added in (0, TOKENS)]
     assert encoded[1] * groups[0] == encoded[0] * groups[1] > 0
@@ -191,7 +191,7 @@ def test_the_command_prints_a_table_and_writes_its_figures(tmp_path: Path) -> No
     out = tmp_path / "new" / "figures.json"
     code, output = invoke("--press", "none", "--press", "streaming_llm:0.5", "--out", str(out))
     assert code == 0, output
-    assert "bits/value" in output
+    assert "perplexity" in output
     record = json.loads(out.read_text())
     assert (record["context"], record["tokens"], record["config"]["samples"]) == (64, 8, 2)
     none, half = record["rows"]
@@ -226,8 +226,8 @@ def test_tables_fit_a_terminal_of_100_columns() -> None:
     lines = console.export_text().splitlines()
     assert max(map(len, lines)) <= 100
     press_lines = [line for line in lines if line.startswith("adakv(expected_attention")]
-    assert [line.split()[-7:] for line in press_lines[:1]] == [
-        ["1.00000", "1.0000", "100.0", "2.718", "16.00", "16.00", "100"]
+    assert [line.split()[-9:] for line in press_lines[:1]] == [
+        ["1.00000", "1.0000", "-", "1.0000", "100.0", "2.718", "16.00", "16.00", "100"]
     ]
     assert press_lines[1].split()[-4:] == ["0", "0.2000", "0.2000", "20.0"]
 
@@ -243,6 +243,7 @@ def test_tables_fit_a_terminal_of_100_columns() -> None:
         (["--tokens", "1"], 2, "--tokens"),
         (["--chunk", "0"], 2, "--chunk"),
         (["--samples", "0"], 2, "samples"),
+        (["--press-seconds", "0"], 2, "press-seconds must be a number of"),
         (["--language", "latin"], 2, "language"),
         (["--text", "none.txt"], 3, "no such text file: place it at"),
         (["--out", "/dev/null/figures.json"], 4, "cannot write /dev/null"),

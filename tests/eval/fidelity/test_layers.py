@@ -32,9 +32,9 @@ GROWING = {"llama": [0, 1, 2], "phi3": [0, 1, 2], "gemma3_text": [1, 2], "gpt_os
 
 def figures(model: Any, press: str, ids: Tensor, **settings: int) -> LayerFigures:
     comparison = Comparison(Engine(model, None, ""), ids, CONTEXT, batch_size=2, layers=True, **settings)  # type: ignore[arg-type]
-    measured = comparison.fidelity(press).layers
-    assert measured is not None
-    return measured
+    ((_, measured),) = comparison.batches[0].measure((press,))
+    assert measured.layers is not None
+    return measured.layers
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from kvpress_eval.common.errors import ConfigError, EvalError
 from kvpress_eval.fidelity import continuation
 from kvpress_eval.fidelity.comparison import Comparison
+from kvpress_eval.fidelity.figures import Fidelity
 from kvpress_eval.run.models import Engine
 from torch import Tensor
 from transformers import DynamicCache
@@ -43,6 +45,10 @@ def comparison(model: Any, texts: int = 3, **settings: Any) -> Comparison:
     return Comparison(engine, tokens(texts, CONTEXT + TOKENS), CONTEXT, batch_size=2, **settings)
 
 
+def untimed(fidelity: Fidelity) -> dict[str, Any]:
+    return replace(fidelity, seconds=0.0).row()
+
+
 @contextmanager
 def passes(model: Any) -> Iterator[list[tuple[int, ...]]]:
     """The shape of the ids of every forward pass."""
@@ -68,7 +74,7 @@ def test_figures_of_several_presses_equal_those_of_each_alone(family: str, chunk
         alone = comparison(model, chunk=chunk, layers=layers).fidelity(press)
         for name in ("kl", "agrees", "nll", "full_nll"):
             assert torch.equal(getattr(figures, name), getattr(alone, name)), (press, name)
-        assert figures.row() == alone.row()
+        assert untimed(figures) == untimed(alone)
 
 
 @pytest.mark.parametrize("press", [*SHARING[1:7], NOT_SHARING])
@@ -83,7 +89,7 @@ def test_a_reading_equals_one_session_over_the_whole_text(press: str) -> None:
             prompt = kvpress.memory_report(cache)
             for token in compared.ids[:, CONTEXT:].split(1, dim=1):
                 logits.append(model(token, past_key_values=cache).logits)
-    reading = compared.read(press, compared.ids)
+    reading = compared.batches[0].read(press)
     assert torch.equal(reading.logits, torch.cat(logits, dim=1))
     assert (reading.prompt, reading.end) == (prompt, kvpress.memory_report(cache))
 
@@ -114,7 +120,7 @@ def test_the_full_cache_is_read_once_however_often_it_is_compared_with() -> None
 def test_a_reading_that_fails_together_is_tried_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory suffices for the caches of two presses, but not of four."""
     model, presses = tiny_model("llama"), SHARING[1:6]
-    expected = [figures.row() for figures in comparison(model).fidelities(presses)]
+    expected = list(map(untimed, comparison(model).fidelities(presses)))
     groups: list[int] = []
     prefill = kvpress.prefill
 
@@ -125,8 +131,19 @@ def test_a_reading_that_fails_together_is_tried_apart(monkeypatch: pytest.Monkey
         return prefill(model, presses, ids, *arguments)
 
     monkeypatch.setattr(continuation.kvpress, "prefill", short_of_memory)
-    assert [figures.row() for figures in comparison(model).fidelities(presses)] == expected
+    assert list(map(untimed, comparison(model).fidelities(presses))) == expected
     assert groups == [6, 3, 2, 3, 2] * 2
+
+
+def test_a_shared_reading_is_counted_evenly_and_the_press_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill = kvpress.prefill
+
+    def timed(*arguments: Any) -> Any:
+        return replace(prefill(*arguments), seconds=6.0, press_seconds=[0.5, 40.0, 1.0])
+
+    monkeypatch.setattr(continuation.kvpress, "prefill", timed)
+    caches = continuation.read_prompts(tiny_model("llama"), SHARING[:3], tokens(1, CONTEXT))
+    assert {press: seconds for press, _, seconds in caches} == dict(zip(SHARING, (2.5, 42.0, 3.0), strict=False))
 
 
 def test_the_press_at_fault_is_named() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from kvpress_eval.common.errors import ConfigError, OutputError
 from kvpress_eval.config.schema import RunConfig
+from kvpress_eval.fidelity import continuation
 from kvpress_eval.fidelity.continuation import read_prompts
 from kvpress_eval.recall import measure as measuring
 from kvpress_eval.recall.answers import AnswerFigures, Question, figures_of, make_question, read_answers
@@ -27,6 +28,7 @@ from torch.distributions import Categorical, kl_divergence
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
 import kvpress
+from kvpress.hf.generation import shared_prefill
 from tests.eval import commands
 from tests.eval.engines import bundled_model
 from tests.models import tiny_model
@@ -52,8 +54,11 @@ def config(**fields: Any) -> RunConfig:
     )
 
 
-def measured(folder: Path | None = None, facts: int = 3, **fields: Any) -> dict[str, Any]:
-    return measuring.measure(config(**fields), FactSettings(facts), MARGINS, Console(file=io.StringIO()), folder)
+def measured(
+    folder: Path | None = None, facts: int = 3, press_seconds: float | None = None, **fields: Any
+) -> dict[str, Any]:
+    console = Console(file=io.StringIO())
+    return measuring.measure(config(**fields), FactSettings(facts), MARGINS, console, folder, press_seconds)
 
 
 def questions_of(engine: Engine, question_aware: bool = False) -> list[Question]:
@@ -95,7 +100,7 @@ def logits_alone(model: Any, press: str, question: Question) -> torch.Tensor:
 @pytest.mark.parametrize("press", PRESSES)
 def test_figures_equal_those_of_every_question_alone(engine: Engine, press: str) -> None:
     questions = questions_of(engine)
-    ((_, cache),) = read_prompts(engine.model, (press,), torch.tensor([questions[0].first]))
+    ((_, cache, _),) = read_prompts(engine.model, (press,), torch.tensor([questions[0].first]))
     together = read_answers(engine, press, cache, questions, "any")
     for question, logits in zip(questions, together, strict=True):
         full, alone = (logits_alone(engine.model, spec, question) for spec in ("none", press))
@@ -112,7 +117,7 @@ def test_padding_changes_nothing(engine: Engine, family: str, press: str) -> Non
     draw = torch.Generator().manual_seed(0)
     first, *rows = (torch.randint(3, 60, (n,), generator=draw).tolist() for n in (96, *(sum(pair) for pair in LENGTHS)))
     questions = [Question(first, row[:size], row[size:]) for row, (size, _) in zip(rows, LENGTHS, strict=True)]
-    ((_, cache),) = read_prompts(model, (press,), torch.tensor([first]))
+    ((_, cache, _),) = read_prompts(model, (press,), torch.tensor([first]))
     for question, logits in zip(questions, read_answers(tiny, press, cache, questions, "any"), strict=True):
         assert len(logits) == len(question.answer)
         torch.testing.assert_close(logits, logits_alone(model, press, question), rtol=1e-3, atol=1e-3)
@@ -129,6 +134,10 @@ def test_a_seen_question_is_compressed_with_the_context(engine: Engine) -> None:
     assert row["uncompressed_bytes"] / row["bytes"] == pytest.approx(2, rel=0.05)
     assert len(row["exact"]) == 3
     assert not any(row["kl"] != [0.0] * 3 for row in record["answers"] if row["press"] == "none")
+
+
+def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**row, "seconds": None} for row in rows]
 
 
 def test_a_stopped_measurement_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,14 +157,38 @@ def test_a_stopped_measurement_continues(tmp_path: Path, monkeypatch: pytest.Mon
     stop_at, done = 100, 0
     continued = measured(tmp_path / "rows")
     assert done == 6
-    assert continued["answers"] == expected["answers"]
+    assert untimed(continued["answers"]) == untimed(expected["answers"])
     assert continued["cells"] == expected["cells"]
     done = 0
     more = measured(tmp_path / "rows", presses=("none", "knorm:0.5", "random:0.5"))
     assert done == 6  # the answers of the further press alone
-    assert [row for row in more["answers"] if row["press"] != "random:0.5"] == expected["answers"]
+    assert [row for row in more["answers"] if row["press"] != "random:0.5"] == continued["answers"]
     with pytest.raises(OutputError, match=r"rows of another measurement \(seed 0, not 1\): use another --out"):
         measured(tmp_path / "rows", seed=1)
+
+
+def test_a_press_over_its_time_is_left_out_where_it_is_incomplete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The press answers both contexts of 160 tokens and one of 192, in 60 seconds each."""
+    expected, time = measured(lengths=(160, 192), presses=("knorm:0.5", "random:0.5")), 0.0
+
+    def slow(engine: Engine, press: str, *args: Any) -> list[torch.Tensor]:
+        nonlocal time
+        time += 60 if press == "random:0.5" else 0.25
+        return read_answers(engine, press, *args)
+
+    for module in (measuring, continuation, shared_prefill):
+        monkeypatch.setattr(module, "now", lambda device: time)
+    monkeypatch.setattr(measuring, "read_answers", slow)
+    record = measured(lengths=(160, 192), presses=("knorm:0.5", "random:0.5"), press_seconds=150)
+    first, second = record["cells"]
+    assert first == expected["cells"][0]
+    assert second["rows"] == expected["cells"][1]["rows"][:2]
+    assert not any("random" in sentence for sentence in second["sentences"])
+    (stopped,) = record["stopped"]
+    assert (stopped["press"], stopped["seconds"], stopped["measured"], stopped["contexts"]) == ("random:0.5", 180, 3, 4)
+    assert stopped["sentence"].endswith("150 s are the limit (--press-seconds); at this speed it needs about 4 minutes")
+    assert [row["seconds"] for row in record["answers"] if row["press"] == "knorm:0.5"] == [0.25] * 4
+    assert sum(row["press"] == "random:0.5" for row in record["answers"]) == 3
 
 
 def test_contexts_are_seeded_and_more_of_them_keep_the_first(byte_tokenizer: PreTrainedTokenizerBase) -> None:
@@ -239,6 +272,7 @@ def test_the_command_prints_a_table_and_verdicts_and_writes_its_figures(tmp_path
         (("--values", "digits,words"), 2, "trained on values of digits only"),
         (("--filler", "prose"), 2, "filler"),
         (("--contexts", "0"), 2, "samples"),
+        (("--press-seconds", "2m"), 2, "press-seconds must be a number of"),
         (("--out", "/dev/null/figures.json"), 4, "cannot write /dev/null"),
     ],
 )

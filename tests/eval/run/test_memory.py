@@ -107,7 +107,7 @@ def test_fidelity_holds_as_many_caches(monkeypatch: pytest.MonkeyPatch) -> None:
         return prefill(model, presses, ids)
 
     monkeypatch.setattr(continuation.kvpress, "prefill", counted)
-    assert [press for press, _ in continuation.read_prompts(model, presses, tokens(1, 96))] == presses
+    assert [press for press, *_ in continuation.read_prompts(model, presses, tokens(1, 96))] == presses
     assert groups == [3, 3]
 
 
