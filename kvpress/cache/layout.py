@@ -17,8 +17,7 @@ SHARED_ROWS = 2**16
 class Layout:
     """Lengths and offsets of streams: stream `n` is rows `offsets[n] : offsets[n + 1]` of flat `[total, ...]` storage.
 
-    Lengths are on the host, since they change only when pairs are sealed or evicted, never per token. Layers share layouts,
-    so tensors of a layout are made outside of inference mode, for use with gradients.
+    Lengths are on the host, since they change only when pairs are sealed or evicted, never per token.
     """
 
     def __init__(self, lengths: Iterable[int]) -> None:
@@ -51,18 +50,15 @@ class Layout:
         return slice(self.offsets[stream], self.offsets[stream + 1])
 
     @cached_property
-    @torch.inference_mode(False)
     def starts_tensor(self) -> Tensor:
         """First row of every stream, int64 [N] on the host."""
         return torch.tensor(self.offsets[:-1], dtype=torch.int64)
 
     @cached_property
-    @torch.inference_mode(False)
     def lengths_tensor(self) -> Tensor:
         """Length of every stream, int64 [N] on the host."""
         return torch.tensor(self.lengths, dtype=torch.int64)
 
-    @torch.inference_mode(False)
     def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return first row and length of every stream, int64 [N] each, on a device; copied there once."""
         if device not in self._on_device:
@@ -95,7 +91,7 @@ class Layout:
 
     def of_streams(self, streams: Sequence[int]) -> Layout:
         """Return the layout of a storage of these streams, in this order, -1 for one without pairs; repeats are allowed."""
-        return _layout_of_streams(self.lengths, tuple(streams))
+        return Layout(self.lengths[n] if n >= 0 else 0 for n in streams)
 
     def rows_of_streams(self, streams: Sequence[int]) -> Tensor:
         """Return the flat rows of these streams, one after another; -1 for a stream without pairs."""
@@ -115,16 +111,11 @@ def arranged(layouts: Sequence[Layout], bounds: Sequence[Sequence[int]]) -> list
     """Return the rows, and their layout, of every piece of concatenated storages that are joined and split as by `interleave`.
 
     Each stream is split at some ranks: the first piece ends before the first of `bounds`, one rank for each stream. Layers with
-    the same lengths share the result.
+    the same lengths share the rows.
     """
     lengths = tuple(layout.lengths for layout in layouts)
     arrange = _arranged if sum(layout.total for layout in layouts) <= SHARED_ROWS else _arranged.__wrapped__
-    return arrange(lengths, tuple(map(tuple, bounds)))
-
-
-@lru_cache(maxsize=256)
-def _layout_of_streams(lengths: tuple[int, ...], streams: tuple[int, ...]) -> Layout:
-    return Layout(lengths[n] if n >= 0 else 0 for n in streams)
+    return [(rows, Layout(counts)) for rows, counts in arrange(lengths, tuple(map(tuple, bounds)))]
 
 
 @lru_cache(maxsize=16)
@@ -136,11 +127,13 @@ def _rows_of_streams(lengths: tuple[int, ...], streams: tuple[int, ...]) -> Tens
 
 @lru_cache(maxsize=4)
 @torch.inference_mode(False)
-def _arranged(lengths: tuple[tuple[int, ...], ...], bounds: tuple[tuple[int, ...], ...]) -> list[tuple[Tensor, Layout]]:
+def _arranged(
+    lengths: tuple[tuple[int, ...], ...], bounds: tuple[tuple[int, ...], ...]
+) -> list[tuple[Tensor, list[int]]]:
     rows, layout = interleave([Layout(each) for each in lengths])
     edges = torch.tensor([[0] * layout.streams, *bounds, layout.lengths])
     return [
-        (rows[spans(layout.starts_tensor + start, stop - start)], Layout((stop - start).tolist()))
+        (rows[spans(layout.starts_tensor + start, stop - start)], (stop - start).tolist())
         for start, stop in itertools.pairwise(edges)
     ]
 
