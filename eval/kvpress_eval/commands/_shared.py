@@ -120,7 +120,7 @@ def print_written(page: Path, files: Sequence[Path], console: Console) -> None:
 
 def print_stopped(record: Mapping[str, Any], console: Console) -> None:
     """Print a sentence for each press that was stopped by the limit on its time."""
-    from kvpress.printing import print_text
+    from kvpress.terminal import print_text
 
     for stopped in record["stopped"]:
         print_text(console, stopped["sentence"])
