@@ -144,7 +144,15 @@ def test_tensors_shared_by_layers_are_written_once_and_shared_again(tmp_path: Pa
     coded = [part for layer in loaded.layers for part in layer.store.segments if isinstance(part, CodedSegment)]
     assert len(coded) == len(loaded.layers)
     assert all(part.rotation is not None and part.rotation.angles is angles for part in coded)
-    sizes = [kvpress.memory_report(stored).total_bytes for stored in (cache, loaded)]
+    # Offsets and first slots of streams are copied to the device when they are needed.
+    sizes = [
+        sum(
+            layer.components[name]
+            for layer in kvpress.memory_report(stored).layers
+            for name in ("dense", "codes", "tables")
+        )
+        for stored in (cache, loaded)
+    ]
     assert 0.95 * sizes[0] < sizes[1] <= sizes[0]
     # Segments of a layer can be joined only while they share one codebook.
     assert torch.equal(follow(model, press, loaded, None, 70), follow(model, press, cache, None, 70))

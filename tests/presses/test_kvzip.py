@@ -218,7 +218,9 @@ def test_chunks_that_are_read_side_by_side_are_scored_as_if_read_alone(
     run()
     assert len(scores[0]) == len(scores[1]) > 0
     for side_by_side, alone in zip(*scores, strict=True):
-        torch.testing.assert_close(side_by_side, alone, atol=1e-5, rtol=1e-4)
+        # Norms of outputs come from sums in another order, whose rounding is relative to the largest score.
+        scale = float(alone[alone.isfinite()].max())
+        torch.testing.assert_close(side_by_side, alone, atol=5e-5 * scale, rtol=0)
 
 
 def test_plus_normalisation() -> None:
