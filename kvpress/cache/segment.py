@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kvpress import kernels
-from kvpress.cache.layout import Layout, arranged, interleave, row_numbers, spans
+from kvpress.cache.layout import Layout, arranged, row_numbers, spans
 from kvpress.cache.offset import KeyOffset
 from kvpress.cache.segment_attention import Attended, DenseBlock
 from kvpress.cache.storage import Held, Joint, RowChoice, derived, own, part, per_pair, per_pair_or_zero
@@ -227,15 +227,13 @@ class Segment(Held, Attended, ABC):
     def join(segments: Sequence[SegmentT]) -> SegmentT:
         """Return one segment with, for every stream, the pairs of all `segments` in order."""
         layouts = [segment.layout for segment in segments]
-        woven = all(layout.uniform for layout in layouts) and segments[0].weaves()
-        joined = segments[0]._join(segments, Joint(layouts, woven))
-        slots = Joint(layouts, woven).pairs([segment.slots() for segment in segments])
+        if not all(layout.uniform for layout in layouts) or not segments[0].weaves():
+            return Segment.join_and_cut(segments)[0]
+        joint = Joint(layouts, woven=True)
+        joined, slots = segments[0]._join(segments, joint), joint.pairs([segment.slots() for segment in segments])
         assert slots is not None  # noqa: S101 - for type checkers
-        if woven:
-            joined._set_slots(slots)
-            return joined
-        joined._held_slots = slots.to(torch.int32)
-        return joined.take(*interleave(layouts))
+        joined._set_slots(slots)
+        return joined
 
     def _join(self: SegmentT, others: Sequence[SegmentT], joint: Joint) -> SegmentT:
         """Return the segment of all pairs of `others`, without slots."""
