@@ -125,12 +125,16 @@ def step(model: Any, cache: Any, mask: Tensor | None, press: Any, new: Tensor | 
 
 
 def assert_rows_decode_as_alone(press: Any) -> None:
-    """Check that the rows of the padded batch of `prefilled` decode a token as each does alone."""
+    """Check that the rows of the padded batch of `prefilled` decode a token as each does in a cache of its own.
+
+    The row's own cache holds the pairs that the batch read: a prompt that is read alone has other rounding, and codes with it.
+    """
     model, cache, mask = prefilled(press, padded=True)
-    together = step(model, cache, mask, press)
     for row, length in enumerate((300, 190)):
-        cache = DynamicCache(config=model.config)
-        with press(model):
-            model(tokens(1, length, seed=row), past_key_values=cache)
-        alone = step(model, cache, None, press, tokens(2, 1, seed=8)[row : row + 1])
+        own = copy.deepcopy(cache)
+        own.batch_select_indices(torch.tensor([row]))
+        own, own_mask = kvpress.join([own], [mask[row : row + 1]])
+        assert own_mask.shape == (1, length)
+        alone = step(model, own, None, press, tokens(2, 1, seed=8)[row : row + 1])
+        together = step(model, copy.deepcopy(cache), mask, press)
         torch.testing.assert_close(together[row], alone[0], atol=1e-4, rtol=1e-4)
