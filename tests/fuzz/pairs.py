@@ -204,7 +204,7 @@ def between_layers(tree: Tree) -> bool:
 def slopes(cut: Cut) -> bool:
     """Return whether pyramidkv keeps more pairs in the first layer than in the last; see `PyramidKVPress` for its budgets.
 
-    Layers keep equally many where the last one would keep less than its window, or where the cache is smaller than that.
+    Layers keep equally many where the last one would keep less than its window, and where all pairs fit into the target.
     """
     press = next((part for part in inside(cut.press) if part["name"] == "pyramidkv"), None)
     if press is None:
@@ -215,7 +215,7 @@ def slopes(cut: Cut) -> bool:
         mean = length * (1 - ratio)
     first = min(2 * mean - mean / int(setting(press, "beta")), length - window)
     last = 2 * mean - first
-    return mean < length and window <= last and round(last) < min(round(first), cut.stored)
+    return cut.target < cut.stored and mean < length and window <= last and round(last) < min(round(first), cut.stored)
 
 
 def counts(positions: Any, row: int, pads: int, layers: Sequence[int]) -> list[list[int]]:
