@@ -200,8 +200,8 @@ def _compare(tree: Tree, events: list[Event], kept_counts: list[list[int]], seen
 def check_size(conversation: Talk, tree: Tree) -> None:
     """Check that a cache with a size limit keeps to it after every prompt or turn of several tokens; one row is tested.
 
-    Generated tokens come on top of the limit: in the window, and as dense pairs if the press also evicts while they are
-    generated.
+    Generated tokens come on top of the limit: in the window, with what is recorded of them, and as dense pairs if the press
+    also evicts while they are generated.
     """
     press, last = kvpress.press_from_dict(tree), conversation.turns[-1]
     beams = conversation.case.beams if len(conversation.turns) == len(conversation.plan) else 1
@@ -214,7 +214,7 @@ def check_size(conversation: Talk, tree: Tree) -> None:
     smallest = room.streams * room.held(min(FEWEST, seen), min(WIDTHS))
     size = max(room.allowed(seen) * room.streams, smallest)
     layers = [layer for layer in kvpress.memory_report(conversation.cache).layers if layer.compressible]
-    most = size
+    most = size + (last.steps - 1) * room.streams * room.beside_pair
     if any(step.acts_in("decode") for step in evictions):
         most += (last.steps - 1) * room.streams * (room.full + room.beside_codes)
     # The tables of a key bias come on top of the size.
