@@ -18,7 +18,7 @@ from kvpress.core.recipe import Eviction, PassHook, Refit, Weights
 from kvpress.observe.call import LayerCall
 from kvpress.observe.observer import Wanted
 from kvpress.observe.passes import Pass
-from kvpress.observe.queries import SampledQueries
+from kvpress.observe.queries import QueryGram, SampledQueries
 from kvpress.observe.view import LOG_WEIGHT, View
 
 AHEAD = 32
@@ -86,6 +86,9 @@ def refit(call: LayerCall, settings: Refit, goals: dict[int, Target], codec: Cod
     store = call.store
     if not store.sealed:  # heads and layers compete, and this layer has lost all its pairs
         return
+    watched: QueryGram | None = store.observers.get(Wanted(QueryGram))
+    if watched is not None:  # the codec then rounds for the same queries
+        watched.replace({n: target.queries for n, target in goals.items()})
     keys, weights, fitted = kept_keys(call, codec), {}, {}
     for n, target in goals.items():
         design = Design(target.queries, keys(n), call.logits, target.lse, _stored_weights(store, n))

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -124,6 +124,37 @@ class QueryStats(Observer):
             raise ValueError("no queries have been observed yet")
         count, mean, spread = (tensor[rows] for tensor in self.tensors())
         return mean, spread / count.clamp_min(1.0)[:, None, None, None]
+
+
+class QueryGram(Observer):
+    """Sum of the outer products of all queries of a prompt and a GQA group, without padding: `gram [B, H, D, D]`, float32."""
+
+    state_names = ("gram",)
+
+    def __init__(self) -> None:
+        self.gram: Tensor | None = None
+
+    def observe(self, call: LayerCall) -> None:
+        if call.phase != "prefill":
+            return
+        block = max(1, attention.BLOCK_BYTES // (4 * call.queries[:, :, :1].numel()))
+        for part in passes(call, block):
+            queries = part.queries.float().unflatten(1, (call.store.heads, -1))
+            if part.tokens.mask is not None:
+                real = part.tokens.mask[:, -queries.shape[3] :].to(queries.device)
+                queries = queries * real[:, None, None, :, None]
+            queries = queries.flatten(2, 3)
+            gram = queries.mT @ queries
+            self.gram = gram if self.gram is None else self.gram + gram
+
+    def replace(self, queries: Mapping[int, Tensor]) -> None:
+        """Replace the sums of some streams by those of other `queries [M, D]`, such as those that stand for later ones."""
+        if self.gram is None:
+            return
+        gram = self.gram.clone()
+        for stream, vectors in queries.items():
+            gram.flatten(0, 1)[stream] = vectors.float().mT @ vectors.float()
+        self.gram = gram
 
 
 def passes(call: LayerCall, size: int) -> Iterator[LayerCall]:

@@ -119,8 +119,7 @@ class ShrunkCodec(Codec):
             )
         chunks = Runs.of_lengths(layout.lengths, side.device)
         basis = torch.stack(bases) if bases else factor.new_zeros(0, self.rank, side.shape[1])
-        stream = layout.stream_of_row.to(side.device)
-        coded = SteppedRows.encode(rest, rest.new_zeros(layout.streams, side.shape[1]), stream, bits)
+        coded = SteppedRows.encode(rest, rest.new_zeros(layout.streams, side.shape[1]), layout, bits)
         return ShrunkRows(coded.codes, coded.step, bits, Residual(chunks, factor, basis))
 
     def pair_bytes(self, dim: int, dtype: torch.dtype) -> float:

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Annotated, ClassVar
 
@@ -17,15 +18,24 @@ from kvpress.cache.segment import DenseSegment, OfStreams, Segment
 from kvpress.cache.segment_attention import BLOCK_ROWS
 from kvpress.cache.storage import Held, part, per_pair, per_stream
 from kvpress.core.checks import Size
+from kvpress.core.model import ModelFacts
+from kvpress.core.recipe import Recipe
 from kvpress.core.registry import register
+from kvpress.observe.observer import Wanted
+from kvpress.observe.queries import QueryGram
 from kvpress.quant.bits import Bits
 from kvpress.quant.hadamard import hadamard
 from kvpress.quant.press import QuantisingPress
+from kvpress.quant.rounding import Metric
 
 GPU_BLOCK_ROWS = 16 * BLOCK_ROWS
 """Rows that are encoded at a time on a GPU, whose kernels are small otherwise."""
 ROUNDS = 3
 """Rounds that fit codes and steps to each other; one more round changes the error by less than 1%."""
+WEIGHED_BITS = (3, 4)
+"""Bits at which keys are rounded for the queries of the prompt; with fewer, other queries lose more than these gain."""
+GRAM = Wanted(QueryGram)
+"""Observer that the codec rounds with."""
 
 
 @register("rotated", "quantise", example="rotated:bits=3")
@@ -37,12 +47,17 @@ class RotatedPress(QuantisingPress):
 
     The centre c is the mean of the first encoded pairs of a head, one for keys and one for values; later pairs use it too.
     The step a of a vector starts at the best step for Gaussian channels; then codes and step are fitted to each other by
-    least squares. `bits` is the number of bits of a code, for keys and for values alike. A pair takes 2 (bits D + 16) bits.
+    least squares. Keys of a prompt in 3 or 4 bits are rounded for the queries q of the prompt and of the head's group: the
+    error e of a key is measured as the sum of (q . e)^2, channels are rounded one after another, and later ones make up for the
+    errors of earlier ones. This changes codes and steps only, not what is stored; keys of generated tokens, and those of models
+    that read their cache by themselves, are rounded to the nearest code. `bits` is the number of bits of a code, for keys and
+    for values alike. A pair takes 2 (bits D + 16) bits.
     Every pair has its own steps, so a prompt is encoded to its last pair. If D is not a power of two, H consists of blocks.
     The newest `residual_length` pairs and the first `sinks` stay dense, and up to 31 more while tokens are generated (255 on
     a GPU).
 
-    Paper: none; similar to `TurboQuantPress`.
+    Paper: none; similar to `TurboQuantPress`. Rounding with feedback is that of Frantar et al., GPTQ, 2022, arXiv:2210.17323,
+    which they apply to weights.
     Differs from the paper: unlike TurboQuant, a mean is subtracted; the rotation is a Hadamard matrix, the same for all heads
     and layers, and is not stored; levels are evenly spaced, so that kernels multiply the codes as integers, and the step is
     fitted to each vector to compensate; a large bias of keys is stored separately (`QuantisingPress`).
@@ -52,6 +67,9 @@ class RotatedPress(QuantisingPress):
     residual_length: Size = 32
     skip_layers: tuple[int, ...] = ()
     sinks: Size = 0
+
+    def recipe(self, model: ModelFacts | None = None) -> Recipe:
+        return replace(super().recipe(model), aids=(GRAM,))
 
     def layer_codec(self, layer: int) -> CentredCodec:
         return CentredCodec(self.layer_bits().at(layer), self.residual_length, self.sinks)
@@ -73,17 +91,17 @@ class CentredCodec(Codec):
         # The centre of a segment with the same bits comes last and wins, so that the new segment can be joined to it.
         earlier = [previous for previous in sealing.earlier if isinstance(previous, RotatedSegment)]
         earlier.sort(key=lambda previous: (previous.keys.bits, previous.values.bits) == self.bits)
-        stream = segment.layout.stream_of_row.to(segment.device)
+        watched: QueryGram | None = None if sealing.generated else sealing.observers.get(GRAM)
+        gram = None if watched is None or self.bits[0] not in WEIGHED_BITS else watched.gram
+        sides = ("key_centre", segment.keys, gram), ("value_centre", segment.values, None)
         centres, coded = [], []
-        for name, side, bits in zip(
-            ("key_centre", "value_centre"), (segment.keys, segment.values), self.bits, strict=True
-        ):
+        for (name, side, weights), bits in zip(sides, self.bits, strict=True):
             centre = _means(side, segment)
             for previous in earlier:
                 has_pairs = previous.layout.lengths_tensor.to(segment.device) > 0
                 centre = torch.where(has_pairs[:, None], getattr(previous, name), centre)
             centres.append(centre)
-            coded.append(SteppedRows.encode(side, centre, stream, bits))
+            coded.append(SteppedRows.encode(side, centre, segment.layout, bits, weights))
         return RotatedSegment(coded[0], coded[1], segment.layout, segment.keys.dtype, centres[0], centres[1])
 
     def pair_bytes(self, dim: int, dtype: torch.dtype) -> float:
@@ -102,31 +120,42 @@ class SteppedRows(Held):
     bits: int
 
     @classmethod
-    def encode(cls, side: Tensor, centre: Tensor, stream: Tensor, bits: int) -> SteppedRows:
-        """Encode `side [R, D]` minus the centre of the `stream [R]` of each row, in blocks that keep float32 copies small.
+    def encode(
+        cls, side: Tensor, centre: Tensor, layout: OfStreams, bits: int, gram: Tensor | None = None
+    ) -> SteppedRows:
+        """Encode `side [R, D]` minus the `centre [N, D]` of each row's stream, in blocks that keep float32 copies small.
+
+        With the second moments `gram [B, H, D, D]` of the queries of each stream, codes are rounded for these queries.
 
         Raises:
             ValueError: the step of a row does not fit into float16.
         """
         basis, top_code = hadamard(side.shape[1], side.device), 2**bits - 1
-        codes, steps = [], []
+        stream = layout.stream_of_row.to(side.device)
+
+        def rotated(rows: Tensor | slice) -> Tensor:
+            return (side[rows].float() - centre[stream[rows]].float()) @ basis
+
+        codes = torch.empty(side.shape, dtype=torch.uint8, device=side.device)
+        step = side.new_empty(len(side), 1, dtype=torch.float32)
         block = BLOCK_ROWS if side.device.type == "cpu" else GPU_BLOCK_ROWS
-        for rows, row_stream in zip(side.split(block), stream.split(block), strict=True):
-            y = (rows.float() - centre[row_stream].float()) @ basis
-            step = (y.norm(dim=1, keepdim=True) * (gaussian_step(bits) / y.shape[1] ** 0.5)).clamp_min(1e-30)
-            for _ in range(ROUNDS):
-                z = (y / step + top_code / 2).round_().clamp_(0, top_code).sub_(top_code / 2)
-                step = ((y * z).sum(dim=1, keepdim=True) / z.square().sum(dim=1, keepdim=True)).clamp_min(1e-30)
-            codes.append(kernels.pack((z + top_code / 2).to(torch.uint8), bits))
-            steps.append(step[:, 0])
-        step = torch.cat(steps)
+        for start in range(0, len(side), block):
+            rows = slice(start, min(start + block, len(side)))
+            z, step[rows] = _nearest(rotated(rows), bits)
+            codes[rows] = (z + top_code / 2).to(torch.uint8)
+        if gram is not None and len(side):
+            metric = Metric(basis.T @ gram.flatten(0, 1).float() @ basis)
+            for index, real in _by_stream(layout, max(1, block // layout.streams), side.device):
+                z, fitted = metric.fit(rotated(index), codes[index] - top_code / 2, step[index], top_code)
+                codes[index[real]] = (z[real] + top_code / 2).to(torch.uint8)
+                step[index[real]] = fitted[real]
         limit = torch.finfo(torch.float16).max / max(1.0, top_code / 2)  # decoded values are float16 on a GPU
         if len(step) and (largest := float(step.detach().amax())) > limit:
             raise ValueError(
                 f"rotated stores the step of a row in float16, at most {limit:.0f} with {bits} bits, but these keys or values "
                 f"need {largest:.3g}; use kivi, whose scales may be float32"
             )
-        return cls(torch.cat(codes), step.half(), bits)
+        return cls(kernels.pack(codes, bits), step[:, 0].half(), bits)
 
     @property
     def channels(self) -> int:
@@ -168,6 +197,24 @@ class RotatedSegment(Segment):
             kernels.Basis(rotation=hadamard(side.channels, self.device), centre=centre) for side, centre in pairs
         )
         return key_basis, value_basis
+
+
+def _nearest(y: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Return the centred codes `[R, D]` and steps `[R, 1]` closest to `y [R, D]`."""
+    top_code = 2**bits - 1
+    step = (y.norm(dim=1, keepdim=True) * (gaussian_step(bits) / y.shape[1] ** 0.5)).clamp_min(1e-30)
+    for _ in range(ROUNDS):
+        z = (y / step + top_code / 2).round_().clamp_(0, top_code).sub_(top_code / 2)
+        step = ((y * z).sum(dim=1, keepdim=True) / z.square().sum(dim=1, keepdim=True)).clamp_min(1e-30)
+    return z, step
+
+
+def _by_stream(layout: OfStreams, ranks: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield flat rows `[N, l]` of all streams, at most `ranks` of each at a time, and which of them are real, bool `[N, l]`."""
+    starts, lengths = torch.tensor([layout.offsets[:-1], layout.lengths], device=device)
+    for begin in range(0, layout.longest, ranks):
+        rank = torch.arange(begin, min(begin + ranks, layout.longest), device=device)
+        yield (starts[:, None] + rank).clamp_max(layout.total - 1), rank < lengths[:, None]
 
 
 def _means(side: Tensor, segment: DenseSegment) -> Tensor:

@@ -15,8 +15,8 @@ from kvpress.core.checks import Count, NotNegative
 from kvpress.core.model import LayerFacts, ModelFacts
 from kvpress.core.recipe import Recipe
 from kvpress.core.registry import register
-from kvpress.observe.call import LayerCall
-from kvpress.observe.observer import Observer, Wanted
+from kvpress.observe.observer import Wanted
+from kvpress.observe.queries import QueryGram
 from kvpress.quant.kivi import KIVIPress
 from kvpress.quant.uniform import UniformCodec, UniformRows, UniformSegment
 
@@ -64,26 +64,6 @@ class SQuatPress(KIVIPress):
     def layer_codec(self, layer: int) -> OrthogonalCodec:
         plain: dict[str, Any] = vars(super().layer_codec(layer))
         return OrthogonalCodec(**plain, rank=self.rank, weight=self.weight, channels=self.block_size)
-
-
-class QueryGram(Observer):
-    """Sum of the outer products of all queries of a prompt and a GQA group, without padding: `gram [B, H, D, D]`."""
-
-    state_names = ("gram",)
-
-    def __init__(self) -> None:
-        self.gram: Tensor | None = None
-
-    def observe(self, call: LayerCall) -> None:
-        if call.phase != "prefill":
-            return
-        heads = call.store.heads
-        queries = call.queries.float().unflatten(1, (heads, -1))
-        if call.tokens.mask is not None:
-            real = call.tokens.mask[:, -queries.shape[3] :].to(queries.device)
-            queries = queries * real[:, None, None, :, None]
-        new = torch.einsum("bhgqd,bhgqe->bhde", queries, queries)
-        self.gram = new if self.gram is None else self.gram + new
 
 
 @dataclass

@@ -14,8 +14,10 @@ from kvpress.cache.layout import Layout
 from kvpress.cache.segment import DenseSegment, Segment
 from kvpress.kernels import Packed, unpack
 from kvpress.kernels.cpu import build, launch
+from kvpress.observe.queries import QueryGram
 from kvpress.quant.hadamard import hadamard
-from kvpress.quant.rotated import CentredCodec, RotatedSegment, SteppedRows
+from kvpress.quant.rotated import GRAM, CentredCodec, RotatedSegment, SteppedRows
+from kvpress.quant.rounding import Metric
 from tests.models import padded_batch, position_ids, tiny_model, tokens
 
 CPU = torch.device("cpu")
@@ -170,15 +172,99 @@ def test_eight_bits_hardly_move_the_logits_of_a_padded_batch(family: str) -> Non
 def test_rows_whose_step_does_not_fit_are_refused(bits: int) -> None:
     limit = torch.finfo(torch.float16).max / max(1.0, (2**bits - 1) / 2)
     rows = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
-    stream = torch.zeros(40, dtype=torch.long)
 
     def encode(side: torch.Tensor) -> SteppedRows:
-        return SteppedRows.encode(side, torch.zeros(1, 64), stream, bits)
+        return SteppedRows.encode(side, torch.zeros(1, 64), Layout([40]), bits)
 
     unit = limit / float(encode(rows).step.amax())
     assert bool(encode(0.99 * unit * rows).operand().read(torch.arange(40)).isfinite().all())
     with pytest.raises(ValueError, match=f"at most {limit:.0f} with {bits} bits, but these keys or values .* use kivi"):
         encode(1.02 * unit * rows)
+
+
+def skewed_queries(streams: int, dim: int = 64) -> torch.Tensor:
+    """Queries `[N, M, D]` that look in a few directions much more than in others, as those of real models."""
+    generator = torch.Generator().manual_seed(7)
+    directions = torch.linalg.qr(torch.randn(streams, dim, dim, generator=generator))[0]
+    return torch.randn(streams, 500, dim, generator=generator) * torch.linspace(0.1, 3.0, dim) ** 2 @ directions
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize("lengths", [[70, 70], [90, 0, 41]], ids=["even", "ragged"])
+def test_keys_are_rounded_for_the_queries_of_their_stream(bits: int, lengths: list[int]) -> None:
+    dense, queries = pairs(lengths), skewed_queries(len(lengths))
+    watched = QueryGram()
+    watched.gram = (queries.mT @ queries)[None]
+    codec = CentredCodec((bits, bits), 0)
+    plain = codec.encode(dense, Sealing(len(lengths)))
+    weighed = codec.encode(dense, Sealing(len(lengths), observers={GRAM: watched}))
+    assert isinstance(plain, RotatedSegment)
+    assert isinstance(weighed, RotatedSegment)
+    assert torch.equal(plain.values.codes, weighed.values.codes)
+    for n in range(len(lengths)):
+        rows = dense.layout.rows(n)
+        if rows.stop == rows.start:
+            continue
+        before, after = (
+            ((part.read(rows)[0] - dense.keys[rows]) @ queries[n].T).square().sum(dim=1) for part in (plain, weighed)
+        )
+        assert float(after.mean()) < 0.6 * float(before.mean())
+        assert float((after <= 1.02 * before).double().mean()) > 0.95
+
+
+def test_without_preference_among_channels_rounding_to_the_nearest_code_is_best() -> None:
+    dense = pairs([50])
+    watched = QueryGram()
+    watched.gram = torch.eye(64)[None, None]
+    plain, weighed = (
+        (codec.encode(dense, sealing).read(slice(None))[0] - dense.keys).square().sum(dim=1)
+        for codec, sealing in (
+            (CentredCodec((4, 4), 0), Sealing(1)),
+            (CentredCodec((4, 4), 0), Sealing(1, observers={GRAM: watched})),
+        )
+    )
+    assert bool((weighed <= 1.001 * plain).all())
+    assert float(weighed.sum()) > 0.97 * float(plain.sum())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("spec", ["rotated:bits=4,residual_length=0", "frontier:smaller=20"])
+def test_the_queries_are_watched_and_their_moments_dropped_with_the_prompt(
+    family: str, spec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, grams = tiny_model(family), []
+
+    def fit(self: Metric, *arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
+        grams.append(self.weights)
+        return original(self, *arguments)
+
+    original = Metric.fit
+    monkeypatch.setattr(Metric, "fit", fit)
+    ids, mask = padded_batch([60, 41])
+    cache = DynamicCache(config=model.config)
+    with kvpress.get_press(spec)(model):
+        model(ids, attention_mask=mask, position_ids=position_ids(mask), past_key_values=cache)
+    assert grams
+    assert all(bool(gram.isfinite().all()) for gram in grams)
+    assert all(GRAM not in getattr(layer, "store", cache).__dict__.get("observers", {}) for layer in cache.layers)
+
+
+def test_padding_does_not_count_among_the_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, seen, original = tiny_model("llama"), [], Metric.__init__
+
+    def init(self: Metric, gram: torch.Tensor) -> None:
+        seen.append(gram)
+        original(self, gram)
+
+    monkeypatch.setattr(Metric, "__init__", init)
+    ids, mask = padded_batch([60, 41])
+    with kvpress.get_press("rotated:bits=4,residual_length=0")(model):
+        model(ids, attention_mask=mask, position_ids=position_ids(mask))
+        model(ids[1:, -41:])
+    layers = len(seen) // 2
+    assert layers == model.config.num_hidden_layers
+    for batch, alone in zip(seen[:layers], seen[layers:], strict=True):
+        torch.testing.assert_close(batch[len(alone) :], alone, atol=1e-3, rtol=1e-3)
 
 
 def test_an_operand_holds_no_tensor_of_its_own_and_is_kept_for_the_next_token() -> None:

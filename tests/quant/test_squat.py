@@ -11,7 +11,8 @@ from kvpress.cache.codec import Sealing
 from kvpress.cache.layout import Layout
 from kvpress.cache.segment import DenseSegment
 from kvpress.observe.observer import Wanted
-from kvpress.quant.squat import OrthogonalCodec, QueryGram
+from kvpress.observe.queries import QueryGram
+from kvpress.quant.squat import OrthogonalCodec
 from kvpress.quant.uniform import UniformRows
 from tests.models import padded_batch, position_ids, tiny_model
 

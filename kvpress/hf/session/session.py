@@ -46,6 +46,7 @@ from kvpress.hf.session.layer_plan import LayerPlan
 from kvpress.hf.session.requests import Forward, here
 from kvpress.hf.session.rereading import DecoderReader
 from kvpress.observe.call import AttentionLayer, LayerCall, NewTokens
+from kvpress.observe.observer import Wanted
 from kvpress.observe.passes import TOKENS, Pass, ReadTokens, Watch
 from kvpress.observe.spans import SPANS, SpanTracker
 
@@ -325,10 +326,16 @@ class Session(BaseSession):
         watched = self.executor.watched[call.phase]
         if any(not observation.by_token for observation in watched):
             call.keep_store(call.tokens.seen_before)
-        for observation in watched:
+        for observation in (*watched, *(self.aids if call.phase == "prefill" else ())):
             if observation not in call.store.observers:
                 call.store.observers[observation] = observation.make()
             call.store.observers[observation].observe(call)
+
+    @property
+    def aids(self) -> tuple[Wanted, ...]:
+        """Observers of a prompt's queries that its codec rounds better with; none where these queries cannot be watched."""
+        watches = self.evict and not self.reads_itself and self.recipe.dropping is None
+        return self.recipe.aids if watches else ()
 
     @property
     def follows(self) -> bool:
@@ -384,14 +391,17 @@ class Session(BaseSession):
     def _seal(self, call: LayerCall) -> None:
         """Drop observations that only this eviction needed, and encode full tiles of the kept pairs."""
         store, plan = call.store, self.layers[id(call.layer.module)]
+        held = [*self.recipe.held_observers, *((TOKENS,) if self.follows else ())]
         if call.phase == "prefill" and self.evict:
-            store.forget([*self.recipe.held_observers, *((TOKENS,) if self.follows else ())])
+            store.forget([*held, *self.aids])
         if plan.codec is not None:
             if call.phase == "prefill":
                 check_finite(store.window.filled_keys, store.window.filled_values, call.layer.index)
             read = call.phase == "prefill"
             if read or store.is_due(plan.codec):
                 store.settle(plan.codec, call.sealing, wait=not read, turn=read and self.evict)
+            if read and self.evict:
+                store.forget(held)
             if call.is_first_prompt:
                 store.fix()
         if call.tokens.copies > 1 and call.is_first_prompt:

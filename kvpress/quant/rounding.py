@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rounding of codes for the queries that will read them: errors of a key end up where its queries hardly look."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+DAMPING = 0.03
+"""Weight of errors in directions without queries, as a multiple of the mean weight of a channel."""
+TOGETHER = 16
+"""Channels whose errors are added to all later channels in one product."""
+ROUNDS = 2
+"""Rounds that fit codes and steps to each other."""
+
+
+class Metric:
+    """Weights of the errors of keys: the second moments of the queries of each stream, in the basis of the codes.
+
+    An error e of a key changes the logits of queries q by e . q, so that `e G e^T`, G the sum of `q q^T`, is the sum of their
+    squared changes.
+    """
+
+    def __init__(self, gram: Tensor) -> None:
+        """Factor the sums `gram [N, D, D]`."""
+        gram = gram.double()
+        unit = gram.diagonal(dim1=1, dim2=2).mean(dim=1).clamp_min(1e-30)
+        weights = gram + DAMPING * unit[:, None, None] * torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device)
+        # weights = R R^T with R upper triangular, so that what a channel adds depends on later channels alone.
+        upper = torch.linalg.cholesky(weights.flip(1, 2)).flip(1, 2)
+        eye = torch.eye(len(upper[0]), dtype=upper.dtype, device=upper.device)
+        inverse = torch.linalg.solve_triangular(upper, eye.expand_as(upper), upper=True)
+        self.weights = (weights / unit[:, None, None]).float()
+        self.feedback = (inverse / inverse.diagonal(dim1=1, dim2=2)[:, :, None]).float()
+
+    def error(self, difference: Tensor) -> Tensor:
+        """Return the weighted squared norm `[N, L, 1]` of `difference [N, L, D]`."""
+        return ((difference @ self.weights) * difference).sum(dim=2, keepdim=True)
+
+    def fit(self, y: Tensor, codes: Tensor, step: Tensor, top_code: int) -> tuple[Tensor, Tensor]:
+        """Return centred codes `[N, L, D]` and steps `[N, L, 1]` with less weighted error than those given, row by row.
+
+        Args:
+            y: vectors `[N, L, D]`, float32.
+            codes: centred codes, `-top_code / 2 ... top_code / 2`.
+            step: steps.
+            top_code: the largest code.
+        """
+        best = self.error(codes * step - y)
+        weighted, trial = y @ self.weights, step
+        for _ in range(ROUNDS):
+            z = self._rounded(y, trial, top_code)
+            fitted = (weighted * z).sum(dim=2, keepdim=True) / self.error(z).clamp_min(1e-30)
+            trial = torch.where(fitted > 0, fitted, trial)
+            error = self.error(z * trial - y)
+            better = error < best
+            codes, step, best = (
+                torch.where(better, new, old) for new, old in ((z, codes), (trial, step), (error, best))
+            )
+        return codes, step
+
+    def _rounded(self, y: Tensor, step: Tensor, top_code: int) -> Tensor:
+        """Round channel by channel; later channels make up for the errors of earlier ones."""
+        left, step = y.permute(2, 0, 1).contiguous(), step[:, :, 0]
+        codes, middle = torch.empty_like(left), top_code / 2
+        for start in range(0, len(left), TOGETHER):
+            stop = min(start + TOGETHER, len(left))
+            errors = torch.empty_like(left[start:stop])
+            for channel in range(start, stop):
+                code = (left[channel] / step + middle).round_().clamp_(0, top_code).sub_(middle)
+                error = left[channel] - code * step
+                later = self.feedback[:, channel, channel + 1 : stop].T
+                left[channel + 1 : stop] -= later[:, :, None] * error
+                codes[channel], errors[channel - start] = code, error
+            left[stop:] -= torch.einsum("nce,cnl->enl", self.feedback[:, start:stop, stop:], errors)
+        return codes.permute(1, 2, 0)
