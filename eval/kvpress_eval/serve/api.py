@@ -33,9 +33,6 @@ from kvpress_eval.serve.requests import ROUTE, FailedEvent, GenerationJob, Refus
 from kvpress_eval.serve.schemas import ChatBody, CompletionBody, DocumentBody, GenerateBody
 from kvpress_eval.serve.text import TextStream
 
-POLL_SECONDS = 0.25
-"""Seconds between two looks for a client that has disconnected."""
-
 
 @dataclass(frozen=True)
 class ApiSettings:
@@ -305,8 +302,8 @@ class _Routes:
 
     async def _watch(self, job: GenerationJob, request: Request) -> None:
         with suppress(asyncio.CancelledError):
-            while not await request.is_disconnected():
-                await asyncio.sleep(POLL_SECONDS)
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
             self.engine.cancel(job)
 
 

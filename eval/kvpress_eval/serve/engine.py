@@ -34,6 +34,8 @@ from kvpress_eval.serve.sampling import next_token
 from kvpress_eval.serve.settings import EngineSettings
 from kvpress_eval.serve.suspension import SuspendedRows, rows_giving_way
 
+SHORT_PARTS = 4
+"""Most parts of prompts in one round; a pass of few tokens takes about as long as one of a quarter of `chunk`."""
 RETRY_AFTER = 5
 """Seconds after which a client may try again when the queue is full."""
 SHUT_DOWN = "the server was shut down before the answer was complete"
@@ -43,9 +45,9 @@ LOST = "the engine of this server has failed: send the request again once the se
 class BatchEngine:
     """Continuous batching over compressed caches.
 
-    In each round, every batch decodes one token of each of its rows, and one prompt reads one part. So a stream waits for at
-    most one part of a prompt between two tokens, for any length of the prompt. Requests under one press share a batch where the
-    press allows it (`kvpress.join`); batches of other presses take turns.
+    In each round, every batch decodes one token of each of its rows, and prompts read one part of `chunk` tokens, or up to
+    `SHORT_PARTS` short ones. So the time that a stream waits between two tokens does not depend on the length of any prompt.
+    Requests under one press share a batch where the press allows it (`kvpress.join`); batches of other presses take turns.
 
     An unexpected error ends the requests of the stage in which it is raised, and no others. If the engine cannot go on
     (`Failures`), all requests end with an error, and `on_lost` is called.
@@ -182,9 +184,7 @@ class BatchEngine:
         self._admit()
         for batch in list(self._batches):
             self._guarded("decode", partial(self._decode, batch), [row.job for row in batch.rows])
-        if self._prompts:
-            prompt = self._prompts.popleft()
-            self._guarded("prefill", partial(self._read, prompt), [prompt.job])
+        self._read_prompts()
 
     def _shut_down(self) -> None:
         """End all requests and free all memory; an error of one step is raised after the others."""
@@ -303,9 +303,22 @@ class BatchEngine:
         self.prefixes.make_room(self.prefixes.held_bytes, spared=job.key)
         return self.admission.admit(job, self.prefixes.held_bytes, is_held)
 
+    def _read_prompts(self) -> None:
+        """Read a part of each prompt in turn, as long as the parts together take about as long as one of `chunk` tokens."""
+        cost = 0
+        for prompt in list(self._prompts):
+            if self._is_read_by_another(prompt):
+                continue
+            part_cost = max(prompt.next_tokens, self.settings.chunk // SHORT_PARTS)
+            if cost and cost + part_cost > self.settings.chunk:
+                return
+            cost += part_cost
+            self._prompts.remove(prompt)
+            self._guarded("prefill", partial(self._read, prompt), [prompt.job])
+
     def _read(self, prompt: PromptReader) -> None:
         """Read one part of a prompt, whose answer then joins a batch."""
-        if self._is_read_by_another(prompt) or not prompt.read_part():
+        if not prompt.read_part():
             self._prompts.append(prompt)
             return
         job = prompt.job

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rounds of the engine: a burst of short requests, several requests about one text, and clients that wait."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+from kvpress_eval.serve.engine import BatchEngine
+from kvpress_eval.serve.metrics import Metrics
+from kvpress_eval.serve.prefixes import Prefixes
+from kvpress_eval.serve.requests import Event, GenerationJob, SamplingSettings, TokenEvent
+from kvpress_eval.serve.settings import EngineSettings
+from kvpress_eval.serve.text import TextStream
+
+from tests.eval.serve.servers import loaded, running, text_of
+from tests.eval.serve.test_serve import wait_for
+
+CHUNK = 64
+
+
+@contextmanager
+def still_engine(settings: EngineSettings) -> Iterator[BatchEngine]:
+    """Yield an engine without a thread, whose rounds the test runs."""
+    model, tokenizer = loaded()
+    metrics = Metrics()
+    engine = BatchEngine(model, tokenizer, settings, Prefixes(model, 2**28, None, metrics), metrics)
+    try:
+        yield engine
+    finally:
+        engine._shut_down()
+
+
+def submit(
+    engine: BatchEngine,
+    prompt: str,
+    max_tokens: int,
+    prefix: str = "",
+    deliver: Callable[[Event], None] = lambda event: None,
+) -> GenerationJob:
+    _, tokenizer = loaded()
+    ids, prefix_ids = (
+        tuple(tokenizer.encode(text, add_special_tokens=False) if text else ()) for text in (prompt, prefix)
+    )
+    press = engine.settings.presses[0]
+    sampling, text = SamplingSettings(temperature=0), TextStream(tokenizer)
+    name = f"cmpl-{len(engine._queue) + len(engine._prompts)}-{prompt[:9]}"
+    job = GenerationJob(name, press, prefix_ids, ids, max_tokens, sampling, text, deliver, evicts=not prefix)
+    engine.submit(job)
+    return job
+
+
+def rounds_until(engine: BatchEngine, condition: Callable[[], bool], most: int = 200) -> int:
+    for count in range(most):
+        if condition():
+            return count
+        engine._round()
+    raise AssertionError(f"not within {most} rounds")
+
+
+def test_a_burst_of_short_requests_is_answered_beside_long_answers() -> None:
+    """Four short prompts are read in a round, in the order of their arrival; a part of a long prompt is read alone."""
+    with still_engine(EngineSettings(("none",), 2**30, chunk=CHUNK, rows=64)) as engine:
+        running_jobs = [submit(engine, text_of(number), 500) for number in range(2)]
+        rounds_until(engine, lambda: engine.load["rows"] == 2)
+        finished: list[int] = []
+
+        def note(number: int) -> Callable[[Event], None]:
+            return lambda event: None if isinstance(event, TokenEvent) else finished.append(number)
+
+        short_jobs = [submit(engine, "A king", 1, deliver=note(number)) for number in range(40)]
+        assert rounds_until(engine, lambda: all(job.is_ended for job in short_jobs)) == 10
+        assert finished == list(range(40))
+        assert not any(job.is_ended for job in running_jobs)
+
+
+def test_a_long_prompt_and_short_ones_take_turns() -> None:
+    with still_engine(EngineSettings(("none",), 2**30, chunk=CHUNK)) as engine:
+        long_job = submit(engine, text_of(1, 40), 1)
+        num_parts = -(-len(long_job.prompt) // CHUNK)
+        engine._round()
+        short_jobs = [submit(engine, "A king", 1) for _ in range(num_parts)]
+        while not long_job.is_ended:
+            engine._round()
+        assert all(job.is_ended for job in short_jobs[: num_parts - 2])
+
+
+def test_requests_about_one_text_do_not_delay_its_reading() -> None:
+    text = text_of(2, 40)
+    with still_engine(EngineSettings(("none",), 2**30, chunk=CHUNK)) as engine:
+        jobs = [submit(engine, " A king", 1, prefix=text) for _ in range(4)]
+        num_parts = -(-len(jobs[0].prefix) // CHUNK)
+        assert num_parts > 8
+        assert rounds_until(engine, lambda: all(job.is_ended for job in jobs)) <= num_parts + 2
+        assert [job.cached_tokens for job in jobs] == [0, *3 * [len(jobs[0].prefix)]]
+
+
+def test_clients_that_wait_cost_the_event_loop_nothing() -> None:
+    """500 clients wait behind one answer."""
+    settings = EngineSettings(("none",), 2**30, chunk=CHUNK, queue=500, rows=1)
+    with running(settings) as server, ExitStack() as stack:
+        for number in range(500):
+            max_tokens = 1 if number else 3000
+            body = {"model": "reference", "prompt": text_of(1), "max_tokens": max_tokens, "temperature": 0}
+            content = json.dumps(body).encode()
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", int(server.url.rsplit(":")[-1]))))
+            head = "POST /v1/completions HTTP/1.1", "Host: a", "Content-Type: application/json"
+            lines = "\r\n".join([*head, f"Content-Length: {len(content)}", "", ""])
+            connection.sendall(lines.encode() + content)
+        wait_for(lambda: server.engine.load["queued"] == 499)
+        assert server.thread.ident is not None
+        clock = time.pthread_getcpuclockid(server.thread.ident)
+        begin = time.clock_gettime(clock)
+        time.sleep(1.5)
+        assert server.engine.load["queued"] == 499
+        assert time.clock_gettime(clock) - begin < 0.08
