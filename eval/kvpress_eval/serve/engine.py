@@ -387,7 +387,8 @@ class BatchEngine:
     def _finish(self, job: GenerationJob, reason: FinishReason, cache: Callable[[], Cache]) -> bool:
         if job.keeps_cache:
             job.kept_bytes = self.prefixes.put(job.kept_key, cache()).held_bytes
-        self._end(job, FinishedEvent(reason, job.text.finish()), "ok")
+        text = job.text.finish()
+        self._end(job, FinishedEvent("stop" if job.text.is_stopped else reason, text), "ok")
         return True
 
     def _guarded(self, stage: str, work: Callable[[], None], jobs: Sequence[GenerationJob]) -> bool:
