@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from typing import Any
 
@@ -110,4 +109,4 @@ class Admission:
 
 
 def _rounded(tokens: int) -> int:
-    return STEP * math.ceil(max(1, tokens) / STEP)
+    return -(-max(1, tokens) // STEP) * STEP
