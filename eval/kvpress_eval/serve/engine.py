@@ -258,7 +258,8 @@ class BatchEngine:
         patience = self.settings.preempt_seconds
         if patience is None or time.monotonic() - job.created < patience or not self._suspended.is_ready:
             return False
-        needed_bytes = max(self.admission.price(job, job.key in self.prefixes)) + self.prefixes.held_bytes
+        held_prefix = self.prefixes.bytes_of(job.key)
+        needed_bytes = max(self.admission.price(job, held_prefix)) + self.prefixes.held_bytes
         missing_bytes = self.admission.reserved + needed_bytes - self.admission.limit
         missing_rows = self._num_running() + 1 - self.settings.rows
         chosen = rows_giving_way(self._batches, job, missing_bytes, missing_rows)
@@ -294,14 +295,14 @@ class BatchEngine:
     def _has_room(self, job: GenerationJob) -> bool:
         if self._num_running() >= self.settings.rows:
             return False
-        is_held = job.key in self.prefixes
-        if self.admission.admit(job, self.prefixes.held_bytes, is_held):
+        held_prefix = self.prefixes.bytes_of(job.key)
+        if self.admission.admit(job, self.prefixes.held_bytes, held_prefix):
             return True
         if self._num_running():
             return False
         # Nothing else runs: the request fits without the other prefixes.
         self.prefixes.make_room(self.prefixes.held_bytes, spared=job.key)
-        return self.admission.admit(job, self.prefixes.held_bytes, is_held)
+        return self.admission.admit(job, self.prefixes.held_bytes, held_prefix)
 
     def _read_prompts(self) -> None:
         """Read a part of each prompt in turn, as long as the parts together take about as long as one of `chunk` tokens."""

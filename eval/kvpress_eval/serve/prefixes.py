@@ -65,6 +65,11 @@ class Prefixes:
         """Return a prefix in memory, without counting a lookup."""
         return self._by_key.get(key)
 
+    def bytes_of(self, key: PrefixKey) -> int | None:
+        """Return the bytes of a prefix in memory; None if it is not there."""
+        prefix = self._by_key.get(key)
+        return None if prefix is None else prefix.held_bytes
+
     def get(self, key: PrefixKey) -> Prefix | None:
         """Return a prefix from memory or from its file, and count a hit or a miss."""
         prefix = self._by_key.get(key)

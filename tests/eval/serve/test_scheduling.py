@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
+import pytest
 from kvpress_eval.serve.engine import BatchEngine
 from kvpress_eval.serve.metrics import Metrics
 from kvpress_eval.serve.prefixes import Prefixes
@@ -16,7 +17,8 @@ from kvpress_eval.serve.requests import Event, GenerationJob, SamplingSettings, 
 from kvpress_eval.serve.settings import EngineSettings
 from kvpress_eval.serve.text import TextStream
 
-from tests.eval.serve.servers import loaded, running, text_of
+import kvpress
+from tests.eval.serve.servers import PRESSES, loaded, running, text_of
 from tests.eval.serve.test_serve import wait_for
 
 CHUNK = 64
@@ -117,3 +119,42 @@ def test_clients_that_wait_cost_the_event_loop_nothing() -> None:
         time.sleep(1.5)
         assert server.engine.load["queued"] == 499
         assert time.clock_gettime(clock) - begin < 0.08
+
+
+@pytest.mark.parametrize(
+    "press",
+    [
+        "none",
+        "snapkv:0.3,window_size=16",
+        "kivi:bits=4,residual_length=32",
+        "h2o:0.2",
+        "decoding(knorm):compression_interval=8,target_size=100",
+        "snapkv:0.3 + quest:budget=64",
+    ],
+)
+def test_answers_about_one_text_hold_no_more_than_they_reserve(press: str) -> None:
+    with still_engine(EngineSettings((press,), 2**30, chunk=CHUNK)) as engine:
+        jobs = [submit(engine, f" A king {number}", 40 + number, prefix=text_of(3, 60)) for number in range(5)]
+        while not all(job.is_ended for job in jobs):
+            engine._round()
+            caches = [prefix.cache for prefix in engine.prefixes._by_key.values()]
+            caches += [batch.cache for batch in engine._batches]
+            if caches and not engine._prompts:
+                held_bytes = kvpress.memory_report(*caches).total_bytes
+                # Beside the pairs, caches have tables of angles and masks of rows, and a selector an index of the text.
+                assert held_bytes <= 1.05 * (engine.admission.reserved + engine.prefixes.held_bytes)
+        assert engine.admission.reserved == 0
+
+
+@pytest.mark.parametrize("press", PRESSES)
+@pytest.mark.parametrize("sentences", [7, 40])
+def test_a_request_that_fits_alone_is_never_blocked_for_ever(press: str, sentences: int) -> None:
+    """The limit is exactly what the request needs, so its text takes more than was planned if the plan is too low."""
+    with still_engine(EngineSettings((press,), 2**30, chunk=CHUNK)) as engine:
+        text = text_of(3, sentences)
+        job = submit(engine, " A king", 400, prefix=text)
+        engine.admission.limit = max(engine.admission.price(job, None))
+        rounds_until(engine, lambda: job.is_ended, 600)
+        again = submit(engine, " A king", 400, prefix=text)
+        rounds_until(engine, lambda: bool(again.tokens), 50)
+        assert (again.cached_tokens, again.tokens[0]) == (len(job.prefix), job.tokens[0])
