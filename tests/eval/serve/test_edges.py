@@ -15,6 +15,7 @@ import torch
 from kvpress_eval.serve.answers import AnswerFormat
 from kvpress_eval.serve.api import ApiSettings
 from kvpress_eval.serve.prompts import MARK
+from kvpress_eval.serve.records import RecordStore
 from kvpress_eval.serve.requests import GenerationJob, SamplingSettings, TokenEvent
 from kvpress_eval.serve.sampling import next_token
 from kvpress_eval.serve.settings import EngineSettings
@@ -205,6 +206,21 @@ def test_a_stored_document_of_another_press_is_refused(tmp_path: Path) -> None:
             chat(server, document=document["id"]),
         ):
             assert (response.status_code, "no longer offers" in response.text) == (400, True)
+
+
+def test_texts_of_documents_take_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpress_eval.serve.records.MOST_BYTES", 1000)
+    names = [f"doc-{number:024x}" for number in range(6)]
+    for folder, num_known in ((None, 2), (tmp_path, 6)):
+        records = RecordStore(folder)
+        for number, name in enumerate(names):
+            records.put(name, {"text": str(number) * 400})
+            records.put(name, {"text": str(number) * 450})
+            assert records.get(name) == {"text": str(number) * 450}
+        assert sum(map(len, records._records.values())) == records._num_bytes <= 1000
+        assert sum(records.get(name) is not None for name in names) == num_known
+        records.put("doc-large", {"text": "a" * 2000})  # usable at once, at any length
+        assert records.get("doc-large") is not None
 
 
 # -- HTTP --------------------------------------------------------------------------------------------------
