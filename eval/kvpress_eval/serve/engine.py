@@ -148,7 +148,7 @@ class BatchEngine:
             with self._changed:
                 if not self._thread.is_alive():
                     return
-                if not self.is_lost:
+                if self._state not in ("lost", "stopped"):
                     self._state = state
                 self._changed.notify_all()
             self._thread.join(seconds)
