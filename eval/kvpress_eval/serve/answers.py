@@ -60,7 +60,7 @@ class AnswerFormat:
     message: dict[str, Any] = field(default_factory=lambda: {"role": "assistant", "content": "", "refusal": None})
     """Message of a chat so far."""
     on_message: Callable[[dict[str, Any]], None] | None = None
-    """Receiver of the finished message, before the response ends."""
+    """Receiver of the finished message, before the response ends; it may write files."""
 
     def usage(self) -> dict[str, Any]:
         """Return the numbers of tokens."""
@@ -193,7 +193,7 @@ class AnswerFormat:
                     yield chunk(delta, unsent)
                     unsent = []
                 reason = "tool_calls" if self.num_tool_calls else event.reason
-                self._finish_message()
+                await asyncio.to_thread(self._finish_message)
                 yield chunk({} if self.is_chat else "", unsent, reason)
         if include_usage:
             yield stream_event({**self.frame([], True), "usage": self.usage()})

@@ -210,7 +210,7 @@ class _Routes:
             include_usage = body.stream_options is not None and body.stream_options.include_usage
             return StreamingResponse(self._stream(answer, events, include_usage), media_type="text/event-stream")
         texts, tokens, reason = await self._collect(job, events, request)
-        return JSONResponse(answer.whole(texts, tokens, reason))
+        return JSONResponse(await asyncio.to_thread(answer.whole, texts, tokens, reason))
 
     def _remember(self, job: GenerationJob, body: ChatBody, message: dict[str, Any]) -> None:
         if job.kept_bytes:  # not if the request was cancelled
