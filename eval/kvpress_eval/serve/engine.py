@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,8 +15,9 @@ from transformers.cache_utils import Cache
 
 from kvpress_eval.serve.admission import Admission
 from kvpress_eval.serve.batch import AnswerRow, Batch, PressSteps, PromptReader
+from kvpress_eval.serve.engine_thread import EngineThread
 from kvpress_eval.serve.failures import Failures, any_answers
-from kvpress_eval.serve.metrics import Metrics, log
+from kvpress_eval.serve.metrics import Metrics
 from kvpress_eval.serve.prefixes import Prefixes
 from kvpress_eval.serve.requests import (
     FailedEvent,
@@ -42,7 +41,7 @@ SHUT_DOWN = "the server was shut down before the answer was complete"
 LOST = "the engine of this server has failed: send the request again once the server has restarted"
 
 
-class BatchEngine:
+class BatchEngine(EngineThread):
     """Continuous batching over compressed caches.
 
     In each round, every batch decodes one token of each of its rows, and prompts read one part of `chunk` tokens, or up to
@@ -66,6 +65,7 @@ class BatchEngine:
     def __init__(
         self, model: Any, tokenizer: Any, settings: EngineSettings, prefixes: Prefixes, metrics: Metrics
     ) -> None:
+        super().__init__()
         self.model, self.settings, self.prefixes, self.metrics = model, settings, prefixes, metrics
         self.admission = Admission(model, settings.memory, settings.chunk)
         for press in settings.presses:
@@ -83,28 +83,9 @@ class BatchEngine:
         self._prompts: deque[PromptReader] = deque()
         self._batches: list[Batch] = []
         self._suspended = SuspendedRows(model)
-        self._changed = threading.Condition()
         self._failures = Failures(metrics, partial(any_answers, self.steps.values(), model, tokenizer, prefixes))
-        self.on_lost: Callable[[], None] | None = None
-        """Called in the engine's thread once the engine cannot go on."""
-        self._state = "running"
-        self._thread = threading.Thread(target=self._run, name="kvpress-engine", daemon=True)
 
     # -- called by any thread ----------------------------------------------------------------------------------
-
-    def start(self) -> None:
-        """Start the thread of the engine."""
-        self._thread.start()
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the engine accepts and runs requests."""
-        return self._state == "running" and self._thread.is_alive()
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the engine has ended because it could not go on."""
-        return self._state == "lost"
 
     @property
     def load(self) -> dict[str, int]:
@@ -142,41 +123,7 @@ class BatchEngine:
             job.is_cancelled = True
             self._changed.notify_all()
 
-    def stop(self, patience: float) -> None:
-        """Accept no more requests, finish those accepted for at most `patience` seconds, then fail the others."""
-        for state, seconds in (("draining", patience), ("stopped", None)):
-            with self._changed:
-                if not self._thread.is_alive():
-                    return
-                if self._state not in ("lost", "stopped"):
-                    self._state = state
-                self._changed.notify_all()
-            self._thread.join(seconds)
-
     # -- thread of the engine ----------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        try:
-            while self._wait():
-                try:
-                    self._round()
-                except BaseException as error:  # panics of Rust libraries are no `Exception`
-                    self._fail("round", self._begun_jobs(), error)
-                if self._failures.is_fatal():
-                    break
-        except BaseException as error:
-            self._failures.add("engine", (), error)
-        with self._changed:
-            is_lost = self._state == "running"  # else `stop` was called
-            self._state = "lost" if is_lost else "stopped"
-        try:
-            self._shut_down()
-        except BaseException as error:
-            self._failures.add("engine", (), error)
-        if is_lost:
-            log("lost", logging.ERROR)
-            if self.on_lost is not None:
-                self.on_lost()
 
     def _round(self) -> None:
         self._drop_cancelled()
@@ -185,6 +132,18 @@ class BatchEngine:
         for batch in list(self._batches):
             self._guarded("decode", partial(self._decode, batch), [row.job for row in batch.rows])
         self._read_prompts()
+
+    def _has_work(self) -> bool:
+        return bool(self._queue or self._prompts or self._batches or self._suspended.rows)
+
+    def _fail_round(self, error: BaseException) -> None:
+        self._fail("round", self._begun_jobs(), error)
+
+    def _note_failure(self, error: BaseException) -> None:
+        self._failures.add("engine", (), error)
+
+    def _is_fatal(self) -> bool:
+        return self._failures.is_fatal()
 
     def _shut_down(self) -> None:
         """End all requests and free all memory; an error of one step is raised after the others."""
@@ -198,15 +157,6 @@ class BatchEngine:
             for job in (*self._queue, *self._begun_jobs()):
                 stack.callback(self._end, job, event, "failed")
 
-    def _wait(self) -> bool:
-        """Wait for work; return False once the engine must end."""
-        with self._changed:
-            while not (self._queue or self._prompts or self._batches or self._suspended.rows):
-                if self._state != "running":
-                    return False
-                self._changed.wait()
-            return self._state != "stopped"
-
     def _begun_jobs(self) -> list[GenerationJob]:
         rows = [row.job for batch in self._batches for row in batch.rows]
         suspended_jobs = [row.job for row in self._suspended.rows]
@@ -214,7 +164,7 @@ class BatchEngine:
 
     def _drop_cancelled(self) -> None:
         with self._changed:
-            cancelled = [job for job in (*self._queue, *self._begun_jobs()) if job.is_cancelled]
+            cancelled = {job for job in (*self._queue, *self._begun_jobs()) if job.is_cancelled}
             if not cancelled:
                 return
             self._queue = deque(job for job in self._queue if job not in cancelled)
@@ -314,13 +264,16 @@ class BatchEngine:
             if cost and cost + part_cost > self.settings.chunk:
                 return
             cost += part_cost
-            self._prompts.remove(prompt)
             self._guarded("prefill", partial(self._read, prompt), [prompt.job])
 
     def _read(self, prompt: PromptReader) -> None:
         """Read one part of a prompt, whose answer then joins a batch."""
-        if not prompt.read_part():
-            self._prompts.append(prompt)
+        is_read = prompt.read_part()
+        with self._changed:
+            self._prompts.remove(prompt)
+            if not is_read:
+                self._prompts.append(prompt)
+        if not is_read:
             return
         job = prompt.job
         self.metrics.count_prompt(job)
