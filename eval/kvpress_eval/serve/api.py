@@ -33,6 +33,9 @@ from kvpress_eval.serve.requests import ROUTE, FailedEvent, GenerationJob, Refus
 from kvpress_eval.serve.schemas import ChatBody, CompletionBody, DocumentBody, GenerateBody
 from kvpress_eval.serve.text import TextStream
 
+STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+"""Headers of streams: a proxy passes each token on at once."""
+
 
 @dataclass(frozen=True)
 class ApiSettings:
@@ -208,7 +211,8 @@ class _Routes:
         self.engine.submit(job)
         if body.stream:
             include_usage = body.stream_options is not None and body.stream_options.include_usage
-            return StreamingResponse(self._stream(answer, events, include_usage), media_type="text/event-stream")
+            chunks = self._stream(answer, events, include_usage)
+            return StreamingResponse(chunks, media_type="text/event-stream", headers=STREAM_HEADERS)
         texts, tokens, reason = await self._collect(job, events, request)
         return JSONResponse(await asyncio.to_thread(answer.whole, texts, tokens, reason))
 

@@ -223,6 +223,16 @@ def test_texts_of_documents_take_bounded_memory(tmp_path: Path, monkeypatch: pyt
         assert records.get("doc-large") is not None
 
 
+def test_a_longer_text_does_not_load_the_file_of_its_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under `none`, whose store finds prefixes of a request; the server continues the caches of whole texts only."""
+    with running(EngineSettings(("none",), 2**30), store=PrefixStore(tmp_path)) as server:
+        for text in ("The river runs near the hill.", "The river runs near the hill. A king waits here."):
+            monkeypatch.setattr("kvpress.hf.cache.prefix_store.load", pytest.fail)
+            document = post(server, "/v1/documents", {"text": text, "chat": False}).json()
+            assert document["cached"] is False
+        assert "kvpress_failures_total{" not in server.get("/metrics").text
+
+
 # -- HTTP --------------------------------------------------------------------------------------------------
 
 
@@ -235,3 +245,9 @@ def test_other_methods_and_media_types(server: RunningServer) -> None:
     body = json.dumps({"model": "reference", "prompt": "A", "max_tokens": 2})
     response = httpx.post(f"{server.url}/v1/completions", content=body)
     assert (response.status_code, "Content-Type: application/json" in response.text) == (400, True)
+
+
+def test_a_stream_passes_proxies_unbuffered(server: RunningServer) -> None:
+    body = {"model": "reference", "prompt": "A king", "max_tokens": 2, "stream": True}
+    response = post(server, "/v1/completions", body)
+    assert (response.headers["cache-control"], response.headers["x-accel-buffering"]) == ("no-cache", "no")
