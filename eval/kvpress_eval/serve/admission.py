@@ -7,13 +7,14 @@ from functools import cache, lru_cache
 from typing import Any
 
 from kvpress.cache.report import format_bytes
-from kvpress.cache.window import GROWTH
 from kvpress.core.spec import get_press
 from kvpress.plan import Geometry, plan
 from kvpress_eval.serve.requests import GenerationJob, RefusedError
 
 STEP = 64
 """Lengths are rounded up to a multiple of this, so that few plans are computed."""
+SPARE = 16
+"""Tokens by which a row grows at once, ahead of those that it holds."""
 
 
 class Admission:
@@ -52,7 +53,7 @@ class Admission:
         generated = max(1, job.max_tokens)
         if not job.prefix:
             return self._plan(job.press, _rounded(len(job.prompt)), _rounded(generated))
-        own_tokens = _rounded(len(job.prompt) + generated + GROWTH) + min(len(job.prefix), self._tail(job.press))
+        own_tokens = _rounded(len(job.prompt) + generated + SPARE) + min(len(job.prefix), self._tail(job.press))
         behind_bytes = own_tokens * self._token_bytes
         if held_prefix is not None:
             prefix_bytes, peak, new_bytes = held_prefix, 0, 0
