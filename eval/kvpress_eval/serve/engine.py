@@ -190,9 +190,17 @@ class BatchEngine(EngineThread):
                 return
 
     def _begin(self, job: GenerationJob) -> None:
-        """Begin a request, if it fits."""
+        """Begin a request, if it fits.
+
+        Raises:
+            RefusedError: nothing else runs, and the request takes more than was planned when it was accepted.
+        """
         if not self._has_room(job) and not (self._suspend_for(job) and self._has_room(job)):
-            return
+            if self._num_running() or self._suspended.rows:
+                return
+            raise RefusedError(
+                "the text of this request takes more memory than was planned, and leaves no room for it", 503
+            )
         self.prefixes.pin(job.key, job.name)
         self.metrics.queue_seconds.observe(time.monotonic() - job.created)
         prompt = PromptReader(job, self.steps[job.press], self.model, self.prefixes, self.settings.chunk)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import socket
 import time
@@ -158,3 +159,18 @@ def test_a_request_that_fits_alone_is_never_blocked_for_ever(press: str, sentenc
         again = submit(engine, " A king", 400, prefix=text)
         rounds_until(engine, lambda: bool(again.tokens), 50)
         assert (again.cached_tokens, again.tokens[0]) == (len(job.prefix), job.tokens[0])
+
+
+def test_a_request_whose_text_takes_more_than_was_planned_does_not_block_the_queue() -> None:
+    events: list[Event] = []
+    with still_engine(EngineSettings(("none",), 2**30, chunk=CHUNK)) as engine:
+        first = submit(engine, " A king", 4, prefix=text_of(3))
+        rounds_until(engine, lambda: first.is_ended)
+        engine.admission.limit = max(engine.admission.price(first, None))
+        prefix = engine.prefixes._by_key[first.key]
+        engine.prefixes._by_key[first.key] = dataclasses.replace(prefix, held_bytes=2 * engine.admission.limit)
+        submit(engine, " A king", 4, prefix=text_of(3), deliver=events.append)
+        other = submit(engine, "A queen", 4)
+        rounds_until(engine, lambda: other.is_ended, 20)
+        assert [getattr(event, "status", 200) for event in events] == [503]
+        assert other.generated == 4
