@@ -14,7 +14,10 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvpress
+from kvpress.cache.attention import Logits
 from kvpress.cache.common import CommonSegment
+from kvpress.cache.join import join_rows
+from kvpress.cache.store import KVStore
 from kvpress.hf.models import with_cache
 from kvpress.testing.comparison import positions, same
 from tests.caches import CODEC, prefill
@@ -167,6 +170,22 @@ def test_branches_hold_their_document_once(spec: str) -> None:
     for row, logits in zip(rows, expected, strict=True):
         torch.testing.assert_close(torch.cat(row.logits), logits, rtol=0, atol=1e-4)
     assert [len(layer) for layer in positions(batch)] == [3] * len(batch.layers)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_branches_that_weigh_their_document_differently_share_no_weights(order: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, 1, 2, 100, 8, generator=generator)
+    queries = torch.randn(2, 2, 1, 8, generator=generator)
+    document = KVStore(keys[:, :, :0], values[:, :, :0])
+    document.append(keys, values)
+    document.close(None)
+    stores = [copy.deepcopy(document) for _ in range(2)]
+    stores[0].weigh({n: torch.randn(100, generator=generator) for n in range(2)})
+    logits = Logits(8**-0.5)
+    alone = [stores[row].attend(queries[row : row + 1], logits)[0] for row in order]
+    batch, _ = join_rows([stores[row] for row in order], [[0], [0]]).attend(queries[list(order)], logits)
+    assert torch.equal(batch, torch.cat(alone))
 
 
 @pytest.mark.parametrize("spec", ["none", f"adakv(snapkv:0.5,window_size=4) + {CODEC}"])

@@ -123,7 +123,7 @@ class _Arrangement:
 
 
 def _share_pairs(one: Segment, other: Segment) -> bool:
-    """Return whether two segments store their pairs in the same tensors."""
+    """Return whether two segments store their pairs in the same tensors, with the same weights."""
     if one.side or other.side:
         return False
     (base, _), (other_base, _) = CommonSegment.parts_of(one), CommonSegment.parts_of(other)
@@ -136,7 +136,8 @@ def _share_pairs(one: Segment, other: Segment) -> bool:
 
 
 def _tensor_ids(segment: Segment) -> list[int]:
-    return [id(tensor) for tensors in segment.storage().values() for tensor in tensors]
+    names = [*segment.stored_names(), "key_offset", "_log_weight"]
+    return [id(tensor) for tensors in segment.tensors(names).values() for tensor in tensors]
 
 
 def _window_segment(store: KVStore, pads: Sequence[int]) -> list[Segment]:

@@ -9,10 +9,12 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from kvpress_eval.serve.access import error_body
 from kvpress_eval.serve.requests import Event, FailedEvent, FinishedEvent, GenerationJob, TokenEvent
+from kvpress_eval.serve.text import REPLACEMENT, bytes_of_token, text_of_token
 
 
 class Events:
@@ -51,12 +53,14 @@ class AnswerFormat:
     """Parser of tool calls (`transformers.cli.serving.utils.build_response_parser`); None to return text as it is."""
     created: int = field(default_factory=lambda: int(time.time()))
     """Time of the response, in seconds since 1970."""
+    num_characters: int = 0
+    """Characters of the tokens whose log-probabilities were returned."""
     num_tool_calls: int = 0
     """Tool calls so far."""
     message: dict[str, Any] = field(default_factory=lambda: {"role": "assistant", "content": "", "refusal": None})
     """Message of a chat so far."""
     on_message: Callable[[dict[str, Any]], None] | None = None
-    """Receiver of the finished message, before the response ends."""
+    """Receiver of the finished message, before the response ends; it may write files."""
 
     def usage(self) -> dict[str, Any]:
         """Return the numbers of tokens."""
@@ -137,24 +141,32 @@ class AnswerFormat:
             return None
         if self.is_chat:
             return {"content": [self._chat_logprob(event) for event in tokens], "refusal": None}
-        names = [self._text(event.token) for event in tokens]
+        lengths = (len(self._text(event.token)) for event in tokens)
+        *offsets, self.num_characters = accumulate(lengths, initial=self.num_characters)
         return {
-            "tokens": names,
+            "tokens": [self._name(event.token) for event in tokens],
             "token_logprobs": [event.logprob for event in tokens],
-            "top_logprobs": [{self._text(token): value for token, value in event.top} for event in tokens],
-            "text_offset": [sum(map(len, names[:index])) for index in range(len(names))],
+            "top_logprobs": [{self._name(token): value for token, value in event.top} for event in tokens],
+            "text_offset": offsets,
         }
 
     def _chat_logprob(self, event: TokenEvent) -> dict[str, Any]:
         def entry(token: int, value: float | None) -> dict[str, Any]:
-            text = self._text(token)
-            return {"token": text, "logprob": value, "bytes": list(text.encode())}
+            return {
+                "token": self._text(token), "logprob": value, "bytes": list(bytes_of_token(self.tokenizer, token)),
+            }  # fmt: skip
 
         return {**entry(event.token, event.logprob), "top_logprobs": [entry(*each) for each in event.top]}
 
     def _text(self, token: int) -> str:
-        text: str = self.tokenizer.decode([token])
-        return text
+        return text_of_token(self.tokenizer, token)
+
+    def _name(self, token: int) -> str:
+        """Return the text of a token, or its bytes if it is only a part of a character, as the OpenAI API writes both."""
+        text = self._text(token)
+        if REPLACEMENT not in text:
+            return text
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in bytes_of_token(self.tokenizer, token))
 
     async def stream(self, events: Events, include_usage: bool) -> AsyncIterator[str]:
         """Yield the server-sent events of an answer."""
@@ -181,7 +193,7 @@ class AnswerFormat:
                     yield chunk(delta, unsent)
                     unsent = []
                 reason = "tool_calls" if self.num_tool_calls else event.reason
-                self._finish_message()
+                await asyncio.to_thread(self._finish_message)
                 yield chunk({} if self.is_chat else "", unsent, reason)
         if include_usage:
             yield stream_event({**self.frame([], True), "usage": self.usage()})

@@ -33,8 +33,8 @@ from kvpress_eval.serve.requests import ROUTE, FailedEvent, GenerationJob, Refus
 from kvpress_eval.serve.schemas import ChatBody, CompletionBody, DocumentBody, GenerateBody
 from kvpress_eval.serve.text import TextStream
 
-POLL_SECONDS = 0.25
-"""Seconds between two looks for a client that has disconnected."""
+STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+"""Headers of streams: a proxy passes each token on at once."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +76,13 @@ def build_app(engine: BatchEngine, tokenizer: Any, settings: ApiSettings) -> Fas
     app.state.engine = engine
     routes = _Routes(engine, tokenizer, settings)
     app.state.prompts = routes.prompts
-    app.get("/v1/models")(routes.models)
+    app.api_route("/v1/models", methods=["GET", "HEAD"])(routes.models)
     app.post("/v1/chat/completions", response_model=None)(routes.chat)
     app.post("/v1/completions", response_model=None)(routes.complete)
     app.post("/v1/documents", response_model=None)(routes.add_document)
     app.get("/v1/documents/{name}/tokens", response_model=None)(routes.document_tokens)
-    app.get("/health", response_model=None)(routes.health)
-    app.get("/metrics", response_model=None)(routes.metrics)
+    app.api_route("/health", methods=["GET", "HEAD"], response_model=None)(routes.health)
+    app.api_route("/metrics", methods=["GET", "HEAD"], response_model=None)(routes.metrics)
     add_page(app)
     return app
 
@@ -92,7 +92,7 @@ class _Routes:
         self.engine, self.tokenizer, self.settings = engine, tokenizer, settings
         store = engine.prefixes.store
         records = RecordStore(None if store is None else store.folder / "records")
-        self.prompts = Prompts(tokenizer, records)
+        self.prompts = Prompts(tokenizer, records, settings.positions)
         self.conversations = Conversations(self.prompts, records)
         self.grammars = Grammars(tokenizer, engine.model.config.get_text_config().vocab_size, engine.end_tokens)
         self.started = int(time.time())
@@ -158,7 +158,8 @@ class _Routes:
         start: Annotated[int, Query(ge=0)] = 0,
         limit: Annotated[int, Query(ge=1, le=MOST_TOKENS)] = MOST_TOKENS,
     ) -> Response:
-        document = self.prompts.document(name)
+        document = await asyncio.to_thread(self.prompts.document, name)
+        self._check_offered(name, document.press)
         kept = KeptTokens(len(document.ids))
         await self._read(document, request, kept.inspect)
         source = await asyncio.to_thread(self.prompts.rendered, document)
@@ -194,11 +195,7 @@ class _Routes:
             name = split.conversation or body.document
             if body.press is not None and press != split.press:
                 raise RefusedError(f"{name!r} is compressed by {split.press!r}, not by {press!r}", 400)
-            if split.press not in self.engine.settings.presses:
-                raise RefusedError(
-                    f"{name!r} is compressed by {split.press!r}, which this server no longer offers: send its text again",
-                    400,
-                )
+            self._check_offered(name, split.press)
             press = split.press
         temperature = 1.0 if body.temperature is None else body.temperature
         sampling = SamplingSettings(temperature, body.top_p or 1.0, body.seed, top_logprobs)
@@ -214,9 +211,10 @@ class _Routes:
         self.engine.submit(job)
         if body.stream:
             include_usage = body.stream_options is not None and body.stream_options.include_usage
-            return StreamingResponse(self._stream(answer, events, include_usage), media_type="text/event-stream")
+            chunks = self._stream(answer, events, include_usage)
+            return StreamingResponse(chunks, media_type="text/event-stream", headers=STREAM_HEADERS)
         texts, tokens, reason = await self._collect(job, events, request)
-        return JSONResponse(answer.whole(texts, tokens, reason))
+        return JSONResponse(await asyncio.to_thread(answer.whole, texts, tokens, reason))
 
     def _remember(self, job: GenerationJob, body: ChatBody, message: dict[str, Any]) -> None:
         if job.kept_bytes:  # not if the request was cancelled
@@ -250,6 +248,13 @@ class _Routes:
         if press not in allowed:
             raise RefusedError(f"press must be one of {', '.join(map(repr, allowed))}, got {press!r}", 400)
         return press
+
+    def _check_offered(self, name: str | None, press: str) -> None:
+        """Refuse a stored document or conversation whose press this server does not offer."""
+        if press not in self.engine.settings.presses:
+            raise RefusedError(
+                f"{name!r} is compressed by {press!r}, which this server no longer offers: send its text again", 400
+            )
 
     def _limit(self, split: SplitPrompt, limit: int | None) -> int:
         """Return the most tokens to generate, within the positions of the model."""
@@ -305,8 +310,8 @@ class _Routes:
 
     async def _watch(self, job: GenerationJob, request: Request) -> None:
         with suppress(asyncio.CancelledError):
-            while not await request.is_disconnected():
-                await asyncio.sleep(POLL_SECONDS)
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
             self.engine.cancel(job)
 
 
@@ -321,16 +326,19 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 async def _invalid(request: Request, error: Exception) -> Response:
-    del request
     assert isinstance(error, RequestValidationError)  # noqa: S101 - registered for this class
     first = error.errors()[0]
+    if first["type"] == "model_attributes_type" and "json" not in request.headers.get("content-type", ""):
+        return error_response("send the body as JSON, with the header Content-Type: application/json", 400)
     field = ".".join(str(part) for part in first["loc"][1:])
     return error_response(f"{field or 'the body'}: {first['msg']}", 400, param=field or None)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)  # noqa: S101 - registered for this class
-    return error_response(f"{request.method} {request.url.path}: {error.detail}", error.status_code)
+    response = error_response(f"{request.method} {request.url.path}: {error.detail}", error.status_code)
+    response.headers.update(error.headers or {})  # such as Allow
+    return response
 
 
 async def _unexpected(engine: BatchEngine, request: Request, error: Exception) -> Response:

@@ -44,37 +44,56 @@ class PromptReader:
         self.has_prefix = not job.prefix
         """Whether the prefix is read, or none is needed."""
 
+    @property
+    def next_tokens(self) -> int:
+        """Tokens that the next call of `read_part` reads."""
+        if self.has_prefix or (self.cache is None and self.job.key in self.prefixes):
+            num_unread = len(self.job.prefix) + len(self.job.prompt) - max(self._seen, len(self.job.prefix))
+        else:
+            num_unread = len(self.job.prefix) - self._seen
+        return min(num_unread, self.chunk)
+
     def read_part(self) -> bool:
         """Read the next part; return whether the prompt is read."""
-        if not self.has_prefix:
+        if not self.has_prefix and not self._find_prefix():
             return self._read_prefix()
+        if not self.job.prompt:
+            return True
         cache = self.cache = new_cache(self.model) if self.cache is None else self.cache
         prefix_length = len(self.job.prefix)
         end = prefix_length + len(self.job.prompt)
         steps = self.steps.compressing if self.job.evicts else self.steps.reading
-        seen = int(cache.get_seq_length())
-        self.logits = self._read(steps, cache, self.job.prompt[seen - prefix_length :], prefix_length, end)[0]
-        return int(cache.get_seq_length()) == end
+        self.logits = self._read(steps, cache, self.job.prompt[self._seen - prefix_length :], prefix_length, end)[0]
+        return self._seen == end
+
+    @property
+    def _seen(self) -> int:
+        """Number of tokens that the cache has read."""
+        return 0 if self.cache is None else int(self.cache.get_seq_length())
+
+    def _find_prefix(self) -> bool:
+        """Continue a stored prefix; return False if there is none, and the prefix must be read."""
+        if self.cache is not None:  # it is being read
+            return False
+        prefix = self.prefixes.get(self.job.key)
+        if prefix is not None:
+            self.job.cached_tokens = len(self.job.prefix)
+            self._continue_behind(prefix.cache)
+        elif self.job.conversation:
+            raise RefusedError(lost_conversation(self.job.conversation), 404)
+        return self.has_prefix
 
     def _read_prefix(self) -> bool:
         job, length = self.job, len(self.job.prefix)
-        if self.cache is None:
-            prefix = self.prefixes.get(job.key)
-            if prefix is not None:
-                job.cached_tokens = length
-                return self._continue_behind(prefix.cache)
-            if job.conversation:
-                raise RefusedError(lost_conversation(job.conversation), 404)
-            self.cache = new_cache(self.model)
-        seen = int(self.cache.get_seq_length())
-        self._read(self.steps.compressing, self.cache, job.prefix[seen:], 0, length)
-        if int(self.cache.get_seq_length()) < length:
+        cache = self.cache = new_cache(self.model) if self.cache is None else self.cache
+        self._read(self.steps.compressing, cache, job.prefix[self._seen :], 0, length)
+        if self._seen < length:
             return False
-        return self._continue_behind(self.prefixes.put(job.key, self.cache).cache)
+        self._continue_behind(self.prefixes.put(job.key, cache).cache)
+        return not job.prompt
 
-    def _continue_behind(self, cache: Cache) -> bool:
+    def _continue_behind(self, cache: Cache) -> None:
         self.cache, self.has_prefix = copy.deepcopy(cache), True
-        return not self.job.prompt
 
     def _read(self, steps: Steps, cache: Cache, ids: Sequence[int], start: int, end: int) -> Tensor:
         part = torch.tensor([ids[: self.chunk]], device=self.model.device)

@@ -84,11 +84,12 @@ def _digest(messages: Sequence[dict[str, Any]], settings: dict[str, Any]) -> str
     """Return a digest of the parts of messages that a chat template reads, in one form for all clients."""
     plain = []
     for index, message in enumerate(messages):
+        content = flat(message, index)["content"]  # checks the form of the message
         calls = [call.get("function", call) for call in message.get("tool_calls") or []]
         plain.append(
             [
                 message.get("role"),
-                flat(message, index)["content"],
+                content,
                 [[call.get("name"), call.get("arguments")] for call in calls],
                 message.get("tool_call_id"),
             ]

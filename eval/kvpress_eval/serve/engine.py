@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,8 +15,9 @@ from transformers.cache_utils import Cache
 
 from kvpress_eval.serve.admission import Admission
 from kvpress_eval.serve.batch import AnswerRow, Batch, PressSteps, PromptReader
+from kvpress_eval.serve.engine_thread import EngineThread
 from kvpress_eval.serve.failures import Failures, any_answers
-from kvpress_eval.serve.metrics import Metrics, log
+from kvpress_eval.serve.metrics import Metrics
 from kvpress_eval.serve.prefixes import Prefixes
 from kvpress_eval.serve.requests import (
     FailedEvent,
@@ -34,18 +33,20 @@ from kvpress_eval.serve.sampling import next_token
 from kvpress_eval.serve.settings import EngineSettings
 from kvpress_eval.serve.suspension import SuspendedRows, rows_giving_way
 
+SHORT_PARTS = 4
+"""Most parts of prompts in one round; a pass of few tokens takes about as long as one of a quarter of `chunk`."""
 RETRY_AFTER = 5
 """Seconds after which a client may try again when the queue is full."""
 SHUT_DOWN = "the server was shut down before the answer was complete"
 LOST = "the engine of this server has failed: send the request again once the server has restarted"
 
 
-class BatchEngine:
+class BatchEngine(EngineThread):
     """Continuous batching over compressed caches.
 
-    In each round, every batch decodes one token of each of its rows, and one prompt reads one part. So a stream waits for at
-    most one part of a prompt between two tokens, for any length of the prompt. Requests under one press share a batch where the
-    press allows it (`kvpress.join`); batches of other presses take turns.
+    In each round, every batch decodes one token of each of its rows, and prompts read one part of `chunk` tokens, or up to
+    `SHORT_PARTS` short ones. So the time that a stream waits between two tokens does not depend on the length of any prompt.
+    Requests under one press share a batch where the press allows it (`kvpress.join`); batches of other presses take turns.
 
     An unexpected error ends the requests of the stage in which it is raised, and no others. If the engine cannot go on
     (`Failures`), all requests end with an error, and `on_lost` is called.
@@ -64,6 +65,7 @@ class BatchEngine:
     def __init__(
         self, model: Any, tokenizer: Any, settings: EngineSettings, prefixes: Prefixes, metrics: Metrics
     ) -> None:
+        super().__init__()
         self.model, self.settings, self.prefixes, self.metrics = model, settings, prefixes, metrics
         self.admission = Admission(model, settings.memory, settings.chunk)
         for press in settings.presses:
@@ -81,28 +83,9 @@ class BatchEngine:
         self._prompts: deque[PromptReader] = deque()
         self._batches: list[Batch] = []
         self._suspended = SuspendedRows(model)
-        self._changed = threading.Condition()
         self._failures = Failures(metrics, partial(any_answers, self.steps.values(), model, tokenizer, prefixes))
-        self.on_lost: Callable[[], None] | None = None
-        """Called in the engine's thread once the engine cannot go on."""
-        self._state = "running"
-        self._thread = threading.Thread(target=self._run, name="kvpress-engine", daemon=True)
 
     # -- called by any thread ----------------------------------------------------------------------------------
-
-    def start(self) -> None:
-        """Start the thread of the engine."""
-        self._thread.start()
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the engine accepts and runs requests."""
-        return self._state == "running" and self._thread.is_alive()
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the engine has ended because it could not go on."""
-        return self._state == "lost"
 
     @property
     def load(self) -> dict[str, int]:
@@ -140,41 +123,7 @@ class BatchEngine:
             job.is_cancelled = True
             self._changed.notify_all()
 
-    def stop(self, patience: float) -> None:
-        """Accept no more requests, finish those accepted for at most `patience` seconds, then fail the others."""
-        for state, seconds in (("draining", patience), ("stopped", None)):
-            with self._changed:
-                if not self._thread.is_alive():
-                    return
-                if not self.is_lost:
-                    self._state = state
-                self._changed.notify_all()
-            self._thread.join(seconds)
-
     # -- thread of the engine ----------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        try:
-            while self._wait():
-                try:
-                    self._round()
-                except BaseException as error:  # panics of Rust libraries are no `Exception`
-                    self._fail("round", self._begun_jobs(), error)
-                if self._failures.is_fatal():
-                    break
-        except BaseException as error:
-            self._failures.add("engine", (), error)
-        with self._changed:
-            is_lost = self._state == "running"  # else `stop` was called
-            self._state = "lost" if is_lost else "stopped"
-        try:
-            self._shut_down()
-        except BaseException as error:
-            self._failures.add("engine", (), error)
-        if is_lost:
-            log("lost", logging.ERROR)
-            if self.on_lost is not None:
-                self.on_lost()
 
     def _round(self) -> None:
         self._drop_cancelled()
@@ -182,9 +131,19 @@ class BatchEngine:
         self._admit()
         for batch in list(self._batches):
             self._guarded("decode", partial(self._decode, batch), [row.job for row in batch.rows])
-        if self._prompts:
-            prompt = self._prompts.popleft()
-            self._guarded("prefill", partial(self._read, prompt), [prompt.job])
+        self._read_prompts()
+
+    def _has_work(self) -> bool:
+        return bool(self._queue or self._prompts or self._batches or self._suspended.rows)
+
+    def _fail_round(self, error: BaseException) -> None:
+        self._fail("round", self._begun_jobs(), error)
+
+    def _note_failure(self, error: BaseException) -> None:
+        self._failures.add("engine", (), error)
+
+    def _is_fatal(self) -> bool:
+        return self._failures.is_fatal()
 
     def _shut_down(self) -> None:
         """End all requests and free all memory; an error of one step is raised after the others."""
@@ -198,15 +157,6 @@ class BatchEngine:
             for job in (*self._queue, *self._begun_jobs()):
                 stack.callback(self._end, job, event, "failed")
 
-    def _wait(self) -> bool:
-        """Wait for work; return False once the engine must end."""
-        with self._changed:
-            while not (self._queue or self._prompts or self._batches or self._suspended.rows):
-                if self._state != "running":
-                    return False
-                self._changed.wait()
-            return self._state != "stopped"
-
     def _begun_jobs(self) -> list[GenerationJob]:
         rows = [row.job for batch in self._batches for row in batch.rows]
         suspended_jobs = [row.job for row in self._suspended.rows]
@@ -214,7 +164,7 @@ class BatchEngine:
 
     def _drop_cancelled(self) -> None:
         with self._changed:
-            cancelled = [job for job in (*self._queue, *self._begun_jobs()) if job.is_cancelled]
+            cancelled = {job for job in (*self._queue, *self._begun_jobs()) if job.is_cancelled}
             if not cancelled:
                 return
             self._queue = deque(job for job in self._queue if job not in cancelled)
@@ -240,9 +190,17 @@ class BatchEngine:
                 return
 
     def _begin(self, job: GenerationJob) -> None:
-        """Begin a request, if it fits."""
+        """Begin a request, if it fits.
+
+        Raises:
+            RefusedError: nothing else runs, and the request takes more than was planned when it was accepted.
+        """
         if not self._has_room(job) and not (self._suspend_for(job) and self._has_room(job)):
-            return
+            if self._num_running() or self._suspended.rows:
+                return
+            raise RefusedError(
+                "the text of this request takes more memory than was planned, and leaves no room for it", 503
+            )
         self.prefixes.pin(job.key, job.name)
         self.metrics.queue_seconds.observe(time.monotonic() - job.created)
         prompt = PromptReader(job, self.steps[job.press], self.model, self.prefixes, self.settings.chunk)
@@ -258,7 +216,8 @@ class BatchEngine:
         patience = self.settings.preempt_seconds
         if patience is None or time.monotonic() - job.created < patience or not self._suspended.is_ready:
             return False
-        needed_bytes = max(self.admission.price(job, job.key in self.prefixes)) + self.prefixes.held_bytes
+        held_prefix = self.prefixes.bytes_of(job.key)
+        needed_bytes = max(self.admission.price(job, held_prefix)) + self.prefixes.held_bytes
         missing_bytes = self.admission.reserved + needed_bytes - self.admission.limit
         missing_rows = self._num_running() + 1 - self.settings.rows
         chosen = rows_giving_way(self._batches, job, missing_bytes, missing_rows)
@@ -294,19 +253,35 @@ class BatchEngine:
     def _has_room(self, job: GenerationJob) -> bool:
         if self._num_running() >= self.settings.rows:
             return False
-        is_held = job.key in self.prefixes
-        if self.admission.admit(job, self.prefixes.held_bytes, is_held):
+        held_prefix = self.prefixes.bytes_of(job.key)
+        if self.admission.admit(job, self.prefixes.held_bytes, held_prefix):
             return True
         if self._num_running():
             return False
         # Nothing else runs: the request fits without the other prefixes.
         self.prefixes.make_room(self.prefixes.held_bytes, spared=job.key)
-        return self.admission.admit(job, self.prefixes.held_bytes, is_held)
+        return self.admission.admit(job, self.prefixes.held_bytes, held_prefix)
+
+    def _read_prompts(self) -> None:
+        """Read a part of each prompt in turn, as long as the parts together take about as long as one of `chunk` tokens."""
+        cost = 0
+        for prompt in list(self._prompts):
+            if self._is_read_by_another(prompt):
+                continue
+            part_cost = max(prompt.next_tokens, self.settings.chunk // SHORT_PARTS)
+            if cost and cost + part_cost > self.settings.chunk:
+                return
+            cost += part_cost
+            self._guarded("prefill", partial(self._read, prompt), [prompt.job])
 
     def _read(self, prompt: PromptReader) -> None:
         """Read one part of a prompt, whose answer then joins a batch."""
-        if self._is_read_by_another(prompt) or not prompt.read_part():
-            self._prompts.append(prompt)
+        is_read = prompt.read_part()
+        with self._changed:
+            self._prompts.remove(prompt)
+            if not is_read:
+                self._prompts.append(prompt)
+        if not is_read:
             return
         job = prompt.job
         self.metrics.count_prompt(job)
@@ -374,7 +349,8 @@ class BatchEngine:
     def _finish(self, job: GenerationJob, reason: FinishReason, cache: Callable[[], Cache]) -> bool:
         if job.keeps_cache:
             job.kept_bytes = self.prefixes.put(job.kept_key, cache()).held_bytes
-        self._end(job, FinishedEvent(reason, job.text.finish()), "ok")
+        text = job.text.finish()
+        self._end(job, FinishedEvent("stop" if job.text.is_stopped else reason, text), "ok")
         return True
 
     def _guarded(self, stage: str, work: Callable[[], None], jobs: Sequence[GenerationJob]) -> bool:

@@ -82,7 +82,10 @@ class Grammars:
         from llguidance import LLMatcher
 
         options: Any = {"whitespace_pattern": WHITESPACE}
-        text = LLMatcher.grammar_from_json_schema({**schema, "x-guidance": {}}, overrides=options)
+        try:
+            text = LLMatcher.grammar_from_json_schema({**schema, "x-guidance": {}}, overrides=options)
+        except ValueError as error:  # such as an integer of more than 64 bits
+            raise RefusedError(f"response_format.json_schema.schema: {error}", 400) from error
         matcher = LLMatcher(vocabulary, text, log_level=0)
         matcher.compute_bitmask()
         if matcher.is_error():

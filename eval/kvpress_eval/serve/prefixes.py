@@ -65,6 +65,11 @@ class Prefixes:
         """Return a prefix in memory, without counting a lookup."""
         return self._by_key.get(key)
 
+    def bytes_of(self, key: PrefixKey) -> int | None:
+        """Return the bytes of a prefix in memory; None if it is not there."""
+        prefix = self._by_key.get(key)
+        return None if prefix is None else prefix.held_bytes
+
     def get(self, key: PrefixKey) -> Prefix | None:
         """Return a prefix from memory or from its file, and count a hit or a miss."""
         prefix = self._by_key.get(key)
@@ -127,13 +132,13 @@ class Prefixes:
     def _load(self, key: PrefixKey) -> Prefix | None:
         assert self.store is not None  # noqa: S101 - the caller checked
         try:
-            entry = self.store.find(self.model, key.press, torch.tensor([key.ids]), variant=key.conversation)
+            entry = self.store.find(
+                self.model, key.press, torch.tensor([key.ids]), variant=key.conversation, exact=True
+            )
         except Exception as error:
             self.metrics.count_failure("store", (), error)
             return None
-        if entry is None or entry.length != len(key.ids):
-            return None
-        return self._add(key, entry.cache)
+        return None if entry is None else self._add(key, entry.cache)
 
     def _add(self, key: PrefixKey, cache: Cache) -> Prefix:
         sealed = kvpress.branch(cache)  # requests that branch later share these pairs

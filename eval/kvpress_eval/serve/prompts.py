@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2.exceptions import TemplateError
+from transformers import PreTrainedTokenizerBase
 
 from kvpress_eval.serve.records import RecordStore
 from kvpress_eval.serve.requests import RefusedError
@@ -16,6 +17,8 @@ from kvpress_eval.serve.schemas import ChatBody, CompletionBody, DocumentBody
 
 MARK = "\x00end of the shared text\x00"
 """Marks the end of a shared text in a rendered chat."""
+RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
+"""Arguments of `apply_chat_template` that are the server's. Templates of clients could run without end."""
 LEAST_PREFIX = 32
 """Tokens of the shortest system prompt that is compressed by itself."""
 
@@ -66,10 +69,11 @@ class Prompts:
     Args:
         tokenizer: tokenizer of the model.
         records: stores documents.
+        positions: most tokens of a request; None without a limit.
     """
 
-    def __init__(self, tokenizer: Any, records: RecordStore) -> None:
-        self.tokenizer, self.records = tokenizer, records
+    def __init__(self, tokenizer: Any, records: RecordStore, positions: int | None = None) -> None:
+        self.tokenizer, self.records, self.positions = tokenizer, records, positions
 
     @property
     def has_template(self) -> bool:
@@ -77,8 +81,20 @@ class Prompts:
         return bool(self.tokenizer.chat_template)
 
     def add_document(self, body: DocumentBody, press: str) -> TextDocument:
-        """Return the document of an upload, and remember it; equal uploads give the same one."""
+        """Return the document of an upload, and remember it; equal uploads give the same one.
+
+        Raises:
+            RefusedError: the model has not enough positions for it.
+        """
         document = self._document_of(body, press)
+        if not document.ids:
+            raise RefusedError("the document has no tokens", 400)
+        if self.positions is not None and len(document.ids) >= self.positions:
+            raise RefusedError(
+                f"the model has {self.positions} positions, and the document has {len(document.ids)} tokens, with no room for "
+                "a question: shorten it",
+                400,
+            )
         self.records.put(
             document.name, {"press": press, "text": body.text, "system": body.system, "chat": document.is_chat}
         )
@@ -147,8 +163,17 @@ class Prompts:
 
     @staticmethod
     def settings_of(body: ChatBody) -> dict[str, Any]:
-        """Return the arguments of the chat template, tools included."""
+        """Return the arguments of the chat template, tools included.
+
+        Raises:
+            RefusedError: an argument is none of the template, such as a template of the client.
+        """
         settings = dict(body.chat_template_kwargs or {})
+        if reserved := RESERVED & settings.keys():
+            raise RefusedError(
+                f"chat_template_kwargs cannot set {min(reserved)!r}, only variables of the chat template of this model",
+                400,
+            )
         if body.tools and body.tool_choice != "none":
             settings["tools"] = body.tools
         return settings
@@ -183,10 +208,14 @@ class Prompts:
 
     def around(self, messages: list[dict[str, Any]], settings: dict[str, Any]) -> tuple[str, str]:
         """Return the rendered chat before and after the mark."""
-        head, mark, tail = self._render(messages, settings).partition(MARK)
-        if not mark:
+        parts = self._render(messages, settings).split(MARK)
+        if len(parts) == 1:
             raise RefusedError("the chat template of this model leaves out a part of the messages", 400)
-        return head, tail
+        if len(parts) > 2:
+            raise RefusedError(
+                "the chat template of this model repeats a part of the messages, or they contain a reserved mark", 400
+            )
+        return parts[0], parts[1]
 
     def _render(self, messages: list[dict[str, Any]], settings: dict[str, Any]) -> str:
         if not self.has_template:
@@ -195,12 +224,22 @@ class Prompts:
             text: str = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True, **settings
             )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
+        except Exception as error:  # of any type, since templates compute with the fields of messages
             raise RefusedError(f"the chat template of this model refuses the messages: {error}", 400) from error
         return text
 
     def encode(self, text: str, special: bool = False) -> tuple[int, ...]:
-        """Return the tokens of a text, with those that begin a text if `special`."""
+        """Return the tokens of a text, with those that begin a text if `special`.
+
+        Raises:
+            RefusedError: the text has a half of a surrogate pair, which JSON can write and UTF-8 cannot.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RefusedError(
+                f"a text is not valid Unicode: {error.reason} at character {error.start}", 400
+            ) from error
         return tuple(self.tokenizer.encode(text, add_special_tokens=special))
 
     def _check_ids(self, ids: Sequence[int]) -> None:
@@ -223,7 +262,7 @@ def flat(message: dict[str, Any], index: int) -> dict[str, Any]:
     """Return a message with its content as text.
 
     Raises:
-        RefusedError: the message has no role, or parts that are not text.
+        RefusedError: the message has no role, parts that are not text, or tool calls in another form than that of the API.
     """
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
@@ -236,4 +275,9 @@ def flat(message: dict[str, Any], index: int) -> dict[str, Any]:
         raise RefusedError(f"the content of messages[{index}] must be text, got {type(content).__name__}", 400)
     if isinstance(content, str) and MARK in content:
         raise RefusedError(f"the content of messages[{index}] contains a reserved mark", 400)
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list) or not all(
+        isinstance(call, dict) and isinstance(call.get("function", {}), dict) for call in calls
+    ):
+        raise RefusedError(f"tool_calls of messages[{index}] must be a list of objects", 400)
     return {**message, "content": content or ""}

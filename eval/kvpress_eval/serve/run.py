@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import logging
+import math
+import socket
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -27,6 +30,8 @@ from kvpress_eval.serve.settings import EngineSettings
 
 KEEP_ALIVE = 15
 """Seconds that an idle connection stays open."""
+REPORT_SECONDS = 5
+"""Seconds after draining in which clients receive the errors of requests that were not finished."""
 
 
 def new_app(
@@ -67,6 +72,25 @@ def load_app(
     return new_app(model.to(device).eval(), tokenizer, settings, api, prefix_bytes, folder)
 
 
+class DrainingServer(uvicorn.Server):
+    """Server whose engine drains while clients are still connected, so that they receive errors of unfinished requests.
+
+    Args:
+        config: configuration of uvicorn.
+        engine: the engine.
+        drain_seconds: seconds in which accepted requests may finish.
+    """
+
+    def __init__(self, config: uvicorn.Config, engine: BatchEngine, drain_seconds: float) -> None:
+        super().__init__(config)
+        self.engine, self.drain_seconds = engine, drain_seconds
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept no more connections and requests, and return once all responses have ended."""
+        threading.Thread(target=self.engine.stop, args=(self.drain_seconds,), daemon=True).start()
+        await super().shutdown(sockets)
+
+
 def serve(load: Callable[[ApiSettings], FastAPI], api: ApiSettings, host: str, port: int) -> None:
     """Serve the application that `load` returns until SIGTERM or Ctrl-C.
 
@@ -79,9 +103,10 @@ def serve(load: Callable[[ApiSettings], FastAPI], api: ApiSettings, host: str, p
     log("start", model=api.model, presses=list(settings.presses), memory=settings.memory, host=host, port=port)
     config = uvicorn.Config(
         app, host, port, log_level="warning", access_log=False, timeout_keep_alive=KEEP_ALIVE,
-        timeout_graceful_shutdown=max(1, round(api.drain_seconds)), h11_max_incomplete_event_size=2**16,
+        timeout_graceful_shutdown=math.ceil(api.drain_seconds) + REPORT_SECONDS, h11_max_incomplete_event_size=2**16,
     )  # fmt: skip
-    server, engine = uvicorn.Server(config), app.state.engine
+    engine = app.state.engine
+    server = DrainingServer(config, engine, api.drain_seconds)
     engine.on_lost = partial(setattr, server, "should_exit", True)
     server.run()
     if engine.is_lost:

@@ -18,6 +18,8 @@ def next_token(logits: Tensor, job: GenerationJob) -> tuple[int, float | None, l
     logits = logits.float()
     allowed = logits if job.grammar is None else job.grammar.masked(logits)
     token = int(allowed.argmax()) if job.sampling.temperature == 0 else _drawn(allowed, job)
+    if not bool(allowed[token].isfinite()):
+        raise FloatingPointError(f"the logits of the next token are not finite: {float(allowed[token])}")
     if job.grammar is not None:
         job.grammar.accept(token)
     if job.sampling.top_logprobs is None:
@@ -35,10 +37,12 @@ def _drawn(logits: Tensor, job: GenerationJob) -> int:
             job.generator.seed()
         else:
             job.generator.manual_seed(job.sampling.seed)
-    probabilities = (logits / job.sampling.temperature).softmax(dim=-1).cpu()
+    # The largest logit becomes 0, which no temperature makes infinite.
+    scaled = (logits - logits.max()).double() / job.sampling.temperature
+    probabilities = scaled.float().softmax(dim=-1).cpu()
     if job.sampling.top_p < 1:
         ordered, order = probabilities.sort(descending=True, stable=True)
-        # The most likely token always stays: nothing is more likely than it.
         is_outside = ordered.cumsum(dim=-1) - ordered >= job.sampling.top_p
+        is_outside[0] = False  # the most likely token stays for any `top_p`
         probabilities = probabilities.index_fill(0, order[is_outside], 0.0)
     return int(torch.multinomial(probabilities, 1, generator=job.generator))

@@ -5,10 +5,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 TOP_LOGPROBS = 20
 """Most alternatives whose log-probabilities can be requested, as in the OpenAI API."""
+
+
+def _as_list(value: Any) -> Any:
+    """Return one text as a list, and other values as they are."""
+    return [value] if isinstance(value, str) else value
 
 
 class Body(BaseModel):
@@ -71,14 +76,14 @@ class GenerateBody(Body):
     """Whether tokens are sent as server-sent events."""
     stream_options: StreamOptions | None = None
     """Options of the stream."""
-    stop: str | Annotated[list[str], Field(max_length=4)] | None = None
+    stop: Annotated[list[str] | None, Field(max_length=4), BeforeValidator(_as_list)] = None
     """Strings that end the answer."""
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     """Divisor of the logits, 1 by default; 0 for the most likely token."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     """Share of probability that is sampled from, 1 by default."""
-    seed: int | None = None
-    """Random seed."""
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    """Random seed, of 64 bits."""
     n: Literal[1] | None = None
     """Number of answers: one."""
     presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
@@ -94,9 +99,8 @@ class GenerateBody(Body):
 
     @property
     def stop_strings(self) -> list[str]:
-        """Stop strings as a list, without empty ones."""
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return [text for text in stop if text]
+        """Stop strings, without empty ones."""
+        return [text for text in self.stop or [] if text]
 
 
 class ChatBody(GenerateBody):

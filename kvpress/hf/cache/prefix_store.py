@@ -124,9 +124,13 @@ class PrefixStore:
         *,
         turns: bool = False,
         variant: str = "",
+        exact: bool = False,
     ) -> Found | None:
-        """Return the stored cache of the longest usable prefix of `ids [B, n]`, or None; `variant` as in `keep`."""
-        return self._find(self._folder(model, press), model, press, ids, mask, turns, variant)
+        """Return the stored cache of the longest usable prefix of `ids [B, n]`, or None; `variant` as in `keep`.
+
+        With `exact`, only the cache of all `ids` is usable.
+        """
+        return self._find(self._folder(model, press), model, press, ids, mask, turns, variant, exact)
 
     def _find(
         self,
@@ -137,9 +141,10 @@ class PrefixStore:
         mask: Tensor | None,
         turns: bool,
         variant: str = "",
+        exact: bool = False,
     ) -> Found | None:
         lengths = {ids.shape[1]}
-        if turns or _or_none(press).recipe().is_identity:
+        if not exact and (turns or _or_none(press).recipe().is_identity):
             lengths |= {int(path.name.partition("-")[0]) for path in folder.glob(f"*{ENDING}")}
         paths = {
             length: folder / _name(ids[:, :length], None if mask is None else mask[:, :length], variant)

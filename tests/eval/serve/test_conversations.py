@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -13,6 +14,7 @@ import httpx2 as httpx
 import openai
 import pytest
 import torch
+from kvpress_eval.serve.records import RecordStore
 from openai.types.chat import ChatCompletion
 from transformers import DynamicCache
 
@@ -187,3 +189,23 @@ def test_conversations_and_documents_outlive_the_memory_and_the_server(tmp_path:
     (tmp_path / "records" / f"{document['id']}.json").write_text("{")
     with running(store=PrefixStore(tmp_path)) as server, pytest.raises(openai.NotFoundError, match="no document"):
         chat(server, [user("And now?")], document=document["id"])
+
+
+def test_a_conversation_is_recorded_beside_the_event_loop(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow disk must not hold up the streams of other clients."""
+    threads, put = [], RecordStore.put
+
+    def recorded(records: RecordStore, name: str, record: dict[str, Any]) -> None:
+        threads.append(threading.get_ident())
+        put(records, name, record)
+
+    monkeypatch.setattr(RecordStore, "put", recorded)
+    chat(server, [user("A king")], 2)
+    stream = server.client().chat.completions.create(
+        model="reference", messages=[user("A queen")], max_tokens=2, stream=True, extra_body={"keep_cache": True}
+    )
+    assert list(stream)[-1].choices[0].finish_reason == "length"
+    assert len(threads) == 2
+    assert server.thread.ident not in threads

@@ -358,6 +358,49 @@ def test_sigterm_finishes_running_answers(free_port: int) -> None:
         process.wait()
 
 
+@pytest.mark.slow
+def test_answers_that_outlast_the_drain_end_with_an_error(free_port: int) -> None:
+    """Two answers run, one of them in a stream, and two wait."""
+    url = f"http://127.0.0.1:{free_port}"
+    program = "from kvpress_eval.console import app; app()"
+    options = [
+        "serve",
+        "--model",
+        "reference",
+        "--dtype",
+        "float32",
+        "--port",
+        str(free_port),
+        "--drain",
+        "1",
+        "--rows",
+        "2",
+    ]
+    process = subprocess.Popen([sys.executable, "-c", program, *options])  # noqa: S603 - our own program
+    body = {"model": "reference", "prompt": [5, 6, 7], "max_tokens": 4000, "temperature": 0}
+
+    def streamed() -> list[str]:
+        with httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}, timeout=60) as response:
+            return [line for line in response.iter_lines() if line]
+
+    try:
+        wait_until_up(url, process)
+        with ThreadPoolExecutor(4) as pool:
+            streams = [pool.submit(streamed) for _ in range(2)]
+            others = [pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60) for _ in range(2)]
+            wait_for(lambda: httpx.get(f"{url}/health").json()["queued"] == 2)
+            process.send_signal(signal.SIGTERM)
+            for each in streams:
+                error = json.loads(each.result()[-1].removeprefix("data: "))["error"]
+                assert (error["code"], "was shut down" in error["message"]) == (503, True)
+            for other in others:
+                assert (other.result().status_code, other.result().json()["error"]["type"]) == (503, "server_error")
+        assert process.wait(30) == 143
+    finally:
+        process.kill()
+        process.wait()
+
+
 def wait_until_up(url: str, process: subprocess.Popen[bytes]) -> None:
     end = time.monotonic() + 300  # a cluster starts slowly
     while True:
