@@ -49,6 +49,7 @@ EVICTORS = (
     "snapkv:0.5",
     "snapkv:0.5,window_size=20,kernel_size=21",
     "nacl:0.5",
+    "agentkv:0.5",
     "kvcrush(snapkv:0.5)",
     "pyramidkv:0.5",
     "adakv(snapkv:0.5)",
