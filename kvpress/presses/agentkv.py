@@ -57,11 +57,11 @@ class AgentKVPress(ScorerPress):
 
     `think` lists the texts that begin a thought, separated by spaces, such as `<think>`; `act` those that begin a call, `tool`
     those that begin the output of a tool, and `others` those that begin anything else. A phase lasts until the next such text.
-    With `roles`, headers of turns in the chat template begin phases too: others for system and user, think for assistant, tool
-    for tool. Tokens before the first text belong to others. A list may also hold ranges of positions in the first prompt,
-    padding not counted, such as `12:80`, which count more than texts. A phase without texts and ranges leaves its share of Q to
-    the others; without any, the newest queries score, as in the ablation of the paper. Texts are located in the ids of all
-    tokens with `tokenizer`, by default the one in the folder of the model.
+    With `roles`, headers of turns in the chat template, if there is one, begin phases too: others for system and user, think
+    for assistant, tool for tool. Tokens before the first text belong to others. A list may also hold ranges of positions in the
+    first prompt, padding not counted, such as `12:80`, which count more than texts. A phase without texts and ranges leaves its
+    share of Q to the others; without any, the newest queries score, as in the ablation of the paper. Texts are located in the
+    ids of all tokens with `tokenizer`, by default the one in the folder of the model.
 
     The schedule of the paper is `decoding(agentkv):compression_interval=128,target_size=1024`.
 
