@@ -430,7 +430,9 @@ def test_the_page_of_every_press_shows_the_figures_of_presses_with_a_file() -> N
     assert to_markdown(cell["rows"]).strip() in Path("docs/accuracy.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["recall_smollm2_1024", "recall_smollm2_1024_budgeted"])
+@pytest.mark.parametrize(
+    "name", ["recall_smollm2_1024", "recall_smollm2_1024_budgeted", "recall_smollm2_1024_selectors"]
+)
 def test_the_page_on_a_pretrained_model_shows_the_committed_figures(name: str) -> None:
     (cell,) = json.loads(Path(f"benchmarks/results/{name}.json").read_text())["cells"]
     assert to_markdown(cell["rows"]).strip() in Path("docs/real-models.md").read_text()
