@@ -50,6 +50,7 @@ PRESSES = (
 )  # fmt: skip
 NONE = PRESSES[0]
 INSTEAD = {
+    "agentkv": "agentkv:0.5,think='',act='',tool='',roles=false",
     "cq": "cq:bits=4,coupled=4", "headkv": "headkv:0.5", "restorekv": "restorekv:0.5,repeat_prompt=", "rlkv": "rlkv:0.5",
 }  # fmt: skip
 """Specs that replace examples which keep all pairs, need a tokenizer or take long to calibrate."""

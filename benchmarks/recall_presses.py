@@ -49,6 +49,7 @@ EVICTORS = (
     "snapkv:0.5",
     "snapkv:0.5,window_size=20,kernel_size=21",
     "nacl:0.5",
+    "agentkv:0.5",
     "kvcrush(snapkv:0.5)",
     "pyramidkv:0.5",
     "adakv(snapkv:0.5)",
@@ -128,6 +129,10 @@ SELECTORS = (
     "tidal_decode:budget=128",
     "twilight(quest:budget=512,page_size=4)",
     "loopserve:budget=128",
+    "pqcache:budget=128",
+    "pqcache:budget=128,parts=8,bits=8",
+    "vattention(quest:budget=128,page_size=4)",
+    "vattention(pqcache:budget=128)",
 )
 SPARSE_PREFILL = (
     "minference:vertical=128,slash=256",

@@ -163,11 +163,9 @@ def methods_page(entries: Sequence[Entry]) -> str:
             if entry.role == role
         ]
         parts += [f"## {_HEADINGS[role]}", _table(("press", "what it does", "status", "paper"), rows)]
-    parts += [
-        "## What every press refuses",
-        "\n".join(f"- {text}" for text in ALL_REFUSE),
-        "What a press refuses besides, and which tokens each acts on: [properties of all presses](presses/README.md).",
-    ]
+    parts.append(
+        "Refused inputs, and the tokens that each press acts on: [properties of all presses](presses/README.md)."
+    )
     return "\n\n".join(parts)
 
 

@@ -34,7 +34,7 @@ def user() -> int:
 
 
 def cache_dirs() -> list[Path]:
-    """Folders for compiled kernels, best first: ``$XDG_CACHE_HOME/kvpress``, by default ``~/.cache/kvpress``.
+    """Folders for compiled kernels and published files: ``$XDG_CACHE_HOME/kvpress``, by default ``~/.cache/kvpress``.
 
     The fallback is a folder for this user among the temporary files, for containers without a writable home folder.
     """

@@ -29,6 +29,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 import kvpress
 from benchmarks import (
     accuracy,
+    agents,
     decode,
     frontier,
     gpu_parity,
@@ -60,6 +61,7 @@ from benchmarks.problems import (
 from kvpress.core.registry import entries
 from kvpress.kernels.cpu import build, launch
 from tests.kernels.compiler import NATIVE, needs_compiler
+from tests.packages import install
 
 
 def test_runs_of_quantised_weights_are_stored_and_shown(tmp_path: Path) -> None:
@@ -428,7 +430,59 @@ def test_the_page_of_every_press_shows_the_figures_of_presses_with_a_file() -> N
     assert to_markdown(cell["rows"]).strip() in Path("docs/accuracy.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["recall_smollm2_1024", "recall_smollm2_1024_budgeted"])
+@pytest.mark.parametrize(
+    "name", ["recall_smollm2_1024", "recall_smollm2_1024_budgeted", "recall_smollm2_1024_selectors"]
+)
 def test_the_page_on_a_pretrained_model_shows_the_committed_figures(name: str) -> None:
     (cell,) = json.loads(Path(f"benchmarks/results/{name}.json").read_text())["cells"]
     assert to_markdown(cell["rows"]).strip() in Path("docs/real-models.md").read_text()
+
+
+def test_dialogues_with_calls_are_compared_with_the_full_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tool = {
+        "name": "move",
+        "description": "This is a system. Tool description: Move a file.",
+        "parameters": {"properties": {"source": {"type": "string"}, "count": {"type": "integer"}}},
+        "response": {},
+    }
+    asks = [[{"role": "user", "content": "Move a."}], [{"role": "user", "content": "And b and c."}], []]
+    row = {
+        "id": "m_0",
+        "question": asks,
+        "initial_config": {"F": {"files": ["a"]}},
+        "involved_classes": ["GorillaFileSystem"],
+    }
+    other = {**row, "id": "m_1", "involved_classes": ["GorillaFileSystem", "MathAPI"]}
+    truth = [["move('a', count=2)"], ["move(source='b \"x\"')", "move('c', -1)"], []]
+    subset = "BFCL_v4_multi_turn_base.json"
+    files = {
+        f"bfcl_eval/data/{subset}": "\n".join(map(json.dumps, (other, row))),
+        f"bfcl_eval/data/possible_answer/{subset}": json.dumps({"id": "m_0", "ground_truth": truth}),
+        "bfcl_eval/data/multi_turn_func_doc/gorilla_file_system.json": json.dumps(tool),
+    }
+    install(monkeypatch, tmp_path / "site", "bfcl-eval", "2026.3.23", files)
+    (told,), origin = agents.dialogues(5)
+    assert (told.name, origin["package"], len(told.parts)) == ("m_0", "bfcl-eval", 4)
+    assert '"response"' not in told.parts[0].text
+    assert '"description": "Move a file."' in told.parts[0].text
+    calls = told.parts[3]
+    assert [calls.text[first:end] for first, end in calls.values] == ['"b \\"x\\""', '"c"', "-1"]
+    assert [json.loads(f'{{"name": {calls.text[first:end]}') for first, end in calls.calls] == [
+        {"name": "move", "arguments": {"source": 'b "x"'}},
+        {"name": "move", "arguments": {"source": "c", "count": -1}},
+    ]
+    model, tokenizer = kvpress.load_model("reference")
+    parts = [agents.encoded(part, tokenizer) for part in told.parts]
+    for index, (first, end) in zip(parts[3].values, calls.values, strict=True):
+        assert calls.text[first:end] in tokenizer.decode(parts[3].ids[0, index])
+    presses = ("none", "streaming_llm:0.75,n_sink=1", "lukv(knorm:0.5)")
+    record = agents.measure(model, tokenizer, presses, [told])
+    full, cut = record["rows"]
+    assert list(record["failed"]) == ["lukv(knorm:0.5)"]
+    assert (full["same_top"], full["same_calls"], full["same_arguments"], full["kl_mean"]) == (1, 1, 1, 0)
+    assert full["dialogues"][0]["arguments"] == 5
+    assert full["dialogues"][0]["calls"] == 3
+    assert cut["kl_mean"] > 0
+    assert cut["kept"] < 0.5
+    assert cut["kib"] < full["kib"]
+    assert agents.table(record).count("\n") == 3

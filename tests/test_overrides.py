@@ -378,8 +378,10 @@ def test_rerotated_keys_of_a_direct_call_are_numbered_from_0(family: str) -> Non
     torch.testing.assert_close(rerotated, expected)
 
 
-NEEDS_MORE = {"attention_matching", "criticalkv", "expected_attention_stats", "fastkvzip", "finch", "kvzap", "qfilter"}
-"""Presses that need the whole model, an inner press, a file, or a question in the prompt."""
+NEEDS_MORE = {
+    "agentkv", "attention_matching", "criticalkv", "expected_attention_stats", "fastkvzip", "finch", "kvzap", "qfilter",
+}  # fmt: skip
+"""Presses that need the whole model, an inner press, a file, token ids, or a question in the prompt."""
 
 
 @pytest.mark.parametrize(

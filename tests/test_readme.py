@@ -73,9 +73,9 @@ def test_composed_specs_and_commands_parse() -> None:
 @pytest.mark.parametrize(
     "page",
     [
-        "calibration.md", "conversations.md", "diffusion.md", "eviction.md", "files.md", "frontier.md", "generate.md",
-        "parallel.md", "prefill.md", "quantisation.md", "rollback.md", "selection.md", "serving.md", "speculation.md",
-        "streaming.md", "vision.md", "which.md", "lab/codecs-fitted.md",
+        "agents.md", "calibration.md", "conversations.md", "diffusion.md", "eviction.md", "files.md", "frontier.md",
+        "generate.md", "parallel.md", "prefill.md", "quantisation.md", "rollback.md", "selection.md", "serving.md",
+        "speculation.md", "streaming.md", "vision.md", "which.md", "lab/codecs-fitted.md",
         *(f"extend/{name}.md" for name in ("scorer", "observer", "budget", "codec", "selector", "pattern")),
     ],
 )  # fmt: skip

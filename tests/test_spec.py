@@ -94,6 +94,7 @@ NON_DEFAULT += [
     kvpress.EOptShrinkQPress(3, rank=2, buffer_length=32),
     kvpress.OscarPress((3, 2), key_clip=0.9, group_size=32, sinks=4),
     kvpress.VectorPress(kvpress.SnapKVPress(0.5), share=0.5),
+    kvpress.AgentKVPress(0.5, 16, 4, "<think> [THINK]", "<call>", "<output> 12:80", "<user>", False),
 ]
 NON_DEFAULT += [kvpress.get_press(spec) for entry in kvpress.list_presses() for spec in (entry.example, *entry.cases)]
 named = pytest.mark.parametrize("press", NON_DEFAULT, ids=lambda p: type(p).__name__)

@@ -218,7 +218,7 @@ def test_last_cache() -> None:
     assert kvpress.memory_report(press.last_cache).layers[0].kept == 2 * 11
 
 
-WORDS = ("kvzip", "kvgrad", "shotkv", "drop_spans")
+WORDS = ("kvzip", "kvgrad", "shotkv", "drop_spans", "agentkv")
 """Presses that need a tokenizer, which a tiny model does not have."""
 
 

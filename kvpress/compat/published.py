@@ -6,12 +6,10 @@ from __future__ import annotations
 import io
 import json
 from typing import Any
-from urllib.error import URLError
-from urllib.parse import urlparse
-from urllib.request import urlopen
 
 import numpy as np
-from huggingface_hub import constants
+
+from kvpress.presses.learned import download
 
 __all__ = ["PATTERNS_DICT", "download", "load_budget_curve", "published_pattern"]
 
@@ -29,28 +27,6 @@ PATTERNS_DICT = {
     "mistralai/Mistral-7B-Instruct-v0.3": f"Mistral-7B-Instruct-v0.3/{_OLDER}",
 }
 """Subfolder of `PATTERNS` for each model, by its name on the hub."""
-
-TIMEOUT = 30
-"""Seconds until a download without an answer fails."""
-
-
-def download(url: str) -> bytes:
-    """Return the content of a web address.
-
-    Raises:
-        ValueError: the address is not http or https.
-        OSError: the hub is switched off by HF_HUB_OFFLINE, or the download failed.
-    """
-    if urlparse(url).scheme not in ("http", "https"):
-        raise ValueError(f"url must begin with http:// or https://, got {url!r}")
-    if constants.HF_HUB_OFFLINE:
-        raise OSError(f"HF_HUB_OFFLINE is set, so {url} is not downloaded; unset it, or pass the path of a local copy")
-    try:
-        with urlopen(url, timeout=TIMEOUT) as response:  # noqa: S310 - the scheme is checked above
-            content: bytes = response.read()
-    except (URLError, TimeoutError) as error:
-        raise OSError(f"cannot download {url} ({error}); pass the path of a local copy") from error
-    return content
 
 
 def load_budget_curve(url: str) -> np.ndarray:

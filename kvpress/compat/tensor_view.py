@@ -52,7 +52,10 @@ def view_of_tensors(
             depths=layers,
             apply_rotary=None if module is None else find_rotate(module),
         ),
-        NewTokens(seen_before=store.seen - hidden.shape[1]),
+        NewTokens(
+            seen_before=store.seen - hidden.shape[1],
+            rules={rule.key: rule for observation in wants for rule in observation.rules},
+        ),
         store=store,
         kwargs=kwargs,
         hidden_states=hidden,

@@ -323,7 +323,13 @@ class Recipe:
     def spans(self) -> tuple[SpanRule, ...]:
         """All span rules of the recipe."""
         evicted = (step.among for step in self.evictions if step.among is not None)
-        return (*self.protected, *evicted, *(() if self.dropping is None else (self.dropping.rule,)))
+        dropped = () if self.dropping is None else (self.dropping.rule,)
+        return (*self.protected, *evicted, *dropped, *self.observed_rules.values())
+
+    @cached_property
+    def observed_rules(self) -> dict[str, SpanRule]:
+        """Span rules that observers read, by key."""
+        return {rule.key: rule for request in self._requests("prefill") for rule in request.rules}
 
     @cached_property
     def reads_tokens(self) -> bool:
@@ -341,13 +347,21 @@ class Recipe:
         return tuple(eviction for eviction in self.evictions if eviction.acts_in(phase))
 
     def watched(self, phase: Phase) -> tuple[Wanted, ...]:
-        """Return the observers of a phase, without duplicates."""
-        evictions = self.acting("decode") if phase == "decode" else (*self.acting("prefill"), *self.acting("decode"))
-        wants = [item for eviction in evictions for item in eviction.wants]
-        if phase == "prefill":
-            wants += [item for eviction in evictions for item in eviction.prompt_watches]
+        """Return the observers of a phase, without duplicates; the tracker of spans comes first, since others read it."""
         tracked = self.reads_tokens or any(step.among is not None for step in self.evictions)
-        return tuple(dict.fromkeys([*wants, *self.observers, *((SPANS,) if tracked else ())]))
+        return tuple(dict.fromkeys([*((SPANS,) if tracked else ()), *self._requests(phase)]))
+
+    def _requests(self, phase: Phase) -> list[Wanted]:
+        """Return the observers of a phase, without the tracker of spans."""
+        in_prompt, in_answer = self.acting("prefill"), self.acting("decode")
+        wants = [item for step in in_answer for item in step.wants]
+        read_in_prompt = [item for step in in_prompt for item in step.wants]
+        if phase == "prefill":
+            wants = [*read_in_prompt, *wants]
+            wants += [item for step in (*in_prompt, *in_answer) for item in step.prompt_watches]
+        else:
+            wants += [item for item in read_in_prompt if item.in_every_phase]
+        return [*wants, *self.observers]
 
     @cached_property
     def held_observers(self) -> tuple[Wanted, ...]:

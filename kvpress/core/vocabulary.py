@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 FIRST, SECOND, THIRD = ("\x01first\x01", "\x01second\x01", "\x01third\x01")
@@ -27,6 +28,11 @@ class Vocabulary:
         # SentencePiece decoders drop the space before the first word.
         spaced = str(self.tokenizer.convert_ids_to_tokens(token)).startswith("▁") and not text.startswith(" ")
         return f" {text}" if spaced else text
+
+    @cached_property
+    def headers(self) -> dict[str, str]:
+        """Headers of the turns of each role in the chat template; empty without a template."""
+        return headers_of(self.tokenizer) if getattr(self.tokenizer, "chat_template", None) else {}
 
     def check(self, text: str) -> None:
         """Check that the tokenizer can write a text.

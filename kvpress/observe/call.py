@@ -54,8 +54,12 @@ class NewTokens:
     """Layout of the images and videos among `ids`; None where the model reads none."""
     tracker: Callable[[], Any] | None = None
     """Returns the tracker of spans in the ids of all tokens (`kvpress.observe.spans`)."""
+    rules: dict[str, Any] = field(default_factory=dict)
+    """Span rules that observers read, by key."""
     shared: dict[str, Any] = field(default_factory=dict)
     """State that all layers of a cache share."""
+    memo: dict[Any, Any] = field(default_factory=dict)
+    """Results about the new tokens that all layers of the pass share."""
 
 
 @dataclass

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -29,10 +29,17 @@ class Wanted:
     """Class of the observer."""
     arguments: tuple[Any, ...]
     """Arguments of its constructor."""
+    rules: tuple[Any, ...] = field(default=(), compare=False, repr=False)
+    """Span rules (`kvpress.observe.spans`) that the observer reads from `NewTokens.rules` by their keys."""
 
-    def __init__(self, kind: type[Any], *arguments: Any) -> None:
+    def __init__(self, kind: type[Any], *arguments: Any, rules: tuple[Any, ...] = ()) -> None:
         object.__setattr__(self, "kind", kind)
         object.__setattr__(self, "arguments", arguments)
+        object.__setattr__(self, "rules", rules)
+
+    def written(self) -> dict[str, Any]:
+        """Return the state for a file, without the rules, which hold a tokenizer."""
+        return {"kind": self.kind, "arguments": self.arguments}
 
     def make(self) -> Any:
         """Return a new observer."""
@@ -47,6 +54,11 @@ class Wanted:
     def lasts(self) -> bool:
         """Whether the observer stays after the prompt."""
         return bool(getattr(self.kind, "lasts", False))
+
+    @property
+    def in_every_phase(self) -> bool:
+        """Whether the observer records prompts and generated tokens alike."""
+        return bool(getattr(self.kind, "in_every_phase", False))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Wanted:
         """Return the same object: it holds no state of a layer."""
@@ -70,6 +82,8 @@ class Observer(ABC):
     """Whether it needs the log-sum-exp of every query over all pairs, which a pattern does not compute."""
     lasts: ClassVar[bool] = False
     """Whether the observer and its per-pair arrays stay after the prompt, for the evictions of later turns."""
+    in_every_phase: ClassVar[bool] = False
+    """Whether it records generated tokens too where only evictions from prompts read it."""
     end: int = 0
     """Tokens recorded so far, if `by_token`."""
 

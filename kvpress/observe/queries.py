@@ -50,16 +50,8 @@ class SampledQueries(Observer):
         self.order: Tensor | None = None
 
     def observe(self, call: LayerCall) -> None:
-        if self.repeated:
-            return
-        length = call.queries.shape[2]
-        if call.tokens.mask is None:
-            index_in_row = torch.arange(call.tokens.seen_before, call.tokens.seen_before + length).expand(
-                call.store.batch, -1
-            )
-        else:
-            index_in_row = torch.where(call.tokens.mask, call.tokens.mask.cumsum(dim=1) - 1, -1)[:, -length:]
-        self.add(call, index_in_row)
+        if not self.repeated:
+            self.add(call, places_in_rows(call))
 
     def add(self, call: LayerCall, place: Tensor) -> None:
         """Record queries; `place [B, n]` is each token's index among the real ones of its row, negative for padding."""
@@ -78,6 +70,14 @@ class SampledQueries(Observer):
             queries = torch.cat([self.queries, queries], dim=2)
             queries = queries.gather(2, _wide(smallest[:, None], queries))
         self.queries, self.order = queries, order
+
+
+def places_in_rows(call: LayerCall) -> Tensor:
+    """Return the index of each new token among the real tokens of its row, `[B, n]`; -1 for padding."""
+    length = call.queries.shape[2]
+    if call.tokens.mask is None:
+        return torch.arange(call.tokens.seen_before, call.tokens.seen_before + length).expand(call.store.batch, -1)
+    return torch.where(call.tokens.mask, call.tokens.mask.cumsum(dim=1) - 1, -1)[:, -length:]
 
 
 def _wide(index: Tensor, like: Tensor) -> Tensor:

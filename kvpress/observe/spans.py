@@ -93,7 +93,7 @@ class PositionRanges(SpanRule):
             if end > tokens:
                 raise ValueError(
                     f"the range of tokens {start}:{end} ends past a prompt of {tokens} tokens (padding not counted): ranges "
-                    "must lie in the first prompt; protect later tokens by tags or roles"
+                    "must lie in the first prompt; later tokens are found by tags or roles"
                 )
 
 
@@ -304,15 +304,17 @@ class SpanTracker(Observer):
             raise ValueError(
                 "spans are located in token ids, and this cache lacks some; read all tokens under the press"
             )
-        rows = self._marks.setdefault(rule, [rule.finder() for _ in self.ids])
-        start = self._columns.get(rule, 0)
+        if rule not in self._marks:
+            self._marks[rule] = [rule.finder() for _ in self.ids]
+        rows, (start, spans) = self._marks[rule], self._columns.get(rule, (0, []))
         if start < self.known:
             new = self.ids[:, start:]
             real = None if mask is None else mask[:, start:].cpu()
             for row, marks in enumerate(rows):
                 marks.feed(new[row] if real is None else new[row][real[row]])
-            self._columns[rule] = self.known
-        return [rule.within(marks.found, marks.read) for marks in rows]
+            spans = [rule.within(marks.found, marks.read) for marks in rows]
+            self._columns[rule] = self.known, spans
+        return spans
 
     def select_rows(self, rows: Tensor) -> None:
         super().select_rows(rows)
@@ -329,7 +331,7 @@ class SpanTracker(Observer):
 
     def _find_again(self) -> None:
         self._marks: dict[SpanRule, list[Marks | IdSearch]] = {}
-        self._columns: dict[SpanRule, int] = {}
+        self._columns: dict[SpanRule, tuple[int, list[list[Span]]]] = {}
 
     def to(self, device: torch.device | str) -> None:
         """Do nothing: ids stay on the host."""

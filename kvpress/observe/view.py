@@ -170,10 +170,11 @@ class View:
         observed: int = self.observer(request).queries
         return (self.seen - self.positions).clamp_max(observed)
 
-    def attention(self, queries: Tensor) -> Tensor:
-        """Return attention weights `[b, h, G, w, n]` of the newest `queries [b, h * G, w, D]` on the pairs, float32.
+    def attention(self, queries: Tensor, causal: bool = True) -> Tensor:
+        """Return attention weights `[b, h, G, w, n]` of `queries [b, h * G, w, D]` on the pairs, float32.
 
-        Attention is causal, except where pairs lie before and behind the queries (masked diffusion).
+        With `causal`, they are the newest queries, and see no later pairs, except where pairs lie before and behind the queries
+        (masked diffusion). Otherwise each query sees all pairs.
         """
         batch, heads, length, _ = self.keys.shape
         width = queries.shape[2]
@@ -181,7 +182,7 @@ class View:
         scores = self.call.logits(grouped, self.keys).view(batch, heads, -1, width, length)
         if LOG_WEIGHT in self.side:
             scores = scores + self.side[LOG_WEIGHT][:, :, None, None]
-        if not self.call.tokens.around:
+        if causal and not self.call.tokens.around:
             newest_positions = torch.arange(self.seen - width, self.seen, device=self.keys.device)
             future = self.positions[:, :, None, None, :] > newest_positions[:, None]
             scores = scores.masked_fill_(future, float("-inf"))

@@ -4,18 +4,26 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
+from urllib.error import URLError
+from urllib.parse import urlparse
+from urllib.request import urlopen
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from kvpress import env
 from kvpress.core import calibration as calibration
 from kvpress.core.calibration import Calibration
 from kvpress.core.model import ModelFacts
+
+TIMEOUT = 30
+"""Seconds until a download without an answer fails."""
 
 
 class ModuleWeights(str):
@@ -70,15 +78,78 @@ def fetch(place: str, name: str, needed: str) -> Path:
         if (path / name).is_file():
             return path / name
         raise FileNotFoundError(f"{needed}: there is no {name} in {place!r}")
-    from huggingface_hub import hf_hub_download
-
     try:
-        return Path(hf_hub_download(place, name))
+        file = _downloaded(place, name)
+        if not file.is_file():  # removed since
+            _downloaded.cache_clear()
+            file = _downloaded(place, name)
+        return file
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise FileNotFoundError(
             f"{needed}: there is no file or folder {place!r}, and {name} of the hub's {place!r} cannot be downloaded ({reason})"
         ) from error
+
+
+@functools.lru_cache(maxsize=64)
+def _downloaded(repository: str, name: str) -> Path:
+    """Return the local path of a file of the hub, which is asked once for it: networks are read for every token."""
+    from huggingface_hub import hf_hub_download
+
+    return Path(hf_hub_download(repository, name))
+
+
+def fetch_web(url: str, check: Callable[[str], object], needed: str) -> Path:
+    """Return the local path of a file at a web address, downloaded once into the cache folder of this library.
+
+    Raises:
+        FileNotFoundError: it cannot be downloaded; the message begins with `needed`.
+        ValueError: `check`, called with the path, refuses the content, which is then not kept.
+    """
+    path = Path(urlparse(url).path)
+    name = f"{path.stem}-{hashlib.sha256(url.encode()).hexdigest()[:12]}{path.suffix}"
+    files = [folder / "published" / name for folder in env.cache_dirs()]
+    stored = next(filter(Path.is_file, files), None)
+    if stored is not None:
+        return stored
+    try:
+        content = download(url)
+    except OSError as error:
+        raise FileNotFoundError(f"{needed}: {error}") from error
+    for file in files:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            calibration.write_whole(file, content)
+        except OSError:  # a home folder that cannot be written
+            continue
+        try:
+            check(str(file))
+        except ValueError:
+            file.unlink()
+            raise
+        return file
+    raise FileNotFoundError(f"{needed}: none of {', '.join(str(file.parent) for file in files)} can be written")
+
+
+def download(url: str) -> bytes:
+    """Return the content of a web address.
+
+    Raises:
+        ValueError: the address is not http or https.
+        OSError: the hub is switched off by HF_HUB_OFFLINE, or the download failed.
+    """
+    from huggingface_hub import constants
+
+    if urlparse(url).scheme not in ("http", "https"):
+        raise ValueError(f"url must begin with http:// or https://, got {url!r}")
+    if constants.HF_HUB_OFFLINE:
+        raise OSError(f"HF_HUB_OFFLINE is set, so {url} is not downloaded; unset it, or pass the path of a local copy")
+    try:
+        with urlopen(url, timeout=TIMEOUT) as response:  # noqa: S310 - the scheme is checked above
+            content: bytes = response.read()
+    except (URLError, TimeoutError) as error:
+        raise OSError(f"cannot download {url} ({error}); pass the path of a local copy") from error
+    return content
 
 
 def read(file: Path, method: str) -> Calibration | dict[str, Tensor]:

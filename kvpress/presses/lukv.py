@@ -25,15 +25,24 @@ from kvpress.core.scoring import Scored
 from kvpress.core.spec import to_spec
 from kvpress.presses.dms import BeforeWindow
 from kvpress.presses.expected_attention import ExpectedAttentionPress
+from kvpress.presses.learned import fetch_web
 
 METHOD = "lukv"
 COMMAND = f"kvpress calibrate {METHOD}"
 PERCENTS = 99
+PUBLISHED_FOR = "expected_attention:epsilon=0.02", 4, 1
+"""Inner press, sinks and window of the published curve."""
 HALVINGS = 40
 """Bisection steps in the search for a ratio."""
 PUBLISHED = (
-    "https://github.com/baidu-baige/LU-KV, evaluation/curve_data/llama-3.1-8b/ea_0.02_sink4_win1_llama_avg_ratio.npy, for "
-    "Llama-3.1-8B with ExpectedAttentionPress(epsilon=0.02)"
+    "https://raw.githubusercontent.com/baidu-baige/LU-KV/main/evaluation/curve_data/llama-3.1-8b/"
+    "ea_0.02_sink4_win1_llama_avg_ratio.npy"
+)
+"""Curve that the authors publish for Llama-3.1-8B and the default settings."""
+NEEDED = (
+    f"LUKVPress needs a budget curve of the model and the inner press: give curve=, a .npy file [{PERCENTS}, layers, kv heads] "
+    f"or what `{COMMAND} --model ... --data ... --out curve.safetensors` writes; the only published one is for Llama-3.1-8B "
+    "with expected_attention:epsilon=0.02, sink=4 and window=1"
 )
 
 
@@ -44,7 +53,7 @@ PUBLISHED = (
     example="lukv(expected_attention:0.5,epsilon=0.02)",
     needs="a budget curve of the model and the inner press: a published one, or `kvpress calibrate lukv` (`curve`)",
     refuses=(
-        Refusal("lukv(expected_attention:0.5,epsilon=0.02)", "no curve is given"),
+        Refusal("lukv(expected_attention:0.5,epsilon=0.02)", "no curve is published for the model, and none is given"),
         Refusal("lukv(adakv(knorm:0.5))", "both would choose the pairs to keep"),
     ),
     exempt=(
@@ -61,7 +70,8 @@ class LUKVPress(WrapperPress):
     first `sink` and the newest `window` tokens are always kept: where they exceed a head's share, the other heads keep
     less, as at a larger ratio. `curve` is a published .npy file `[99, L, H]`, or a file of `kvpress calibrate
     lukv`: the share of pairs that each head loses where heads lose 1%, 2%, ..., 99% on average, interpolated between whole
-    percents. None is the file that ships with the bundled reference model, for the default `press`.
+    percents. None is, for the default `press`, `sink` and `window`, the file that ships with the bundled reference model, or
+    the authors' curve for Llama-3.1-8B, which is downloaded once.
 
     Paper: LU-KV, Predicting Future Utility: Global Combinatorial Optimization for Task-Agnostic KV Cache Eviction, 2026,
     arXiv:2602.08585.
@@ -98,12 +108,7 @@ class LUKVPress(WrapperPress):
         self.check_choice(step)
         curve = self.curve
         if model is not None:
-            curve = curve or str(calibration.shipped_for(model, METHOD) or "") or None
-            if curve is None:
-                raise ValueError(
-                    f"LUKVPress needs a budget curve of {model.name}: give curve=, a .npy file [{PERCENTS}, layers, kv heads] "
-                    f"or what `{COMMAND} --model ... --data ... --out curve.safetensors` writes; published is {PUBLISHED}"
-                )
+            curve = curve or self.published(model)
             self.check_curve(curve, model)
         num_protected = self.sink + self.window
         layers = () if model is None else tuple(layer.index for layer in model.growing)
@@ -113,6 +118,21 @@ class LUKVPress(WrapperPress):
             amount=replace(step.amount, protected=max(step.amount.protected, num_protected)),
             allocator=step.allocator if curve is None else Along(curve, num_protected, layers),
         )
+
+    def published(self, model: ModelFacts) -> str:
+        """Return the path of a model's curve, used where `curve` is None.
+
+        Raises:
+            ValueError: no curve is published for the model, the press, and the numbers of protected tokens.
+        """
+        if shipped := calibration.shipped_for(model, METHOD):
+            return str(shipped)
+        settings = scoring_of(self.press), self.sink, self.window
+        if "llama-3.1-8b" not in model.source.lower() or settings != PUBLISHED_FOR:
+            raise ValueError(
+                f"{NEEDED}; this is {model.name} with {settings[0]}, sink={self.sink} and window={self.window}"
+            )
+        return str(fetch_web(PUBLISHED, curves_of, NEEDED))
 
     def check_curve(self, curve: str, model: ModelFacts) -> None:
         """Refuse a curve that was measured for another model or another inner press.

@@ -184,6 +184,12 @@ OF_METHOD: dict[tuple[str, str], tuple[Any, ...]] = {
     ("mix", "other"): ({"name": "keydiff"}, {"name": "tova"}),
     ("duo_attention", "on_the_fly_scoring"): (True,),
     ("protect", "tokens"): ("0:2", "1:3 4:5"),
+    # Random ids hold no markers, so the phases of a first prompt are ranges.
+    ("agentkv", "queries"): (6, 16),
+    ("agentkv", "think"): ("", "1:3 4:5"),
+    ("agentkv", "act"): ("", "0:1"),
+    ("agentkv", "tool"): ("",),
+    ("agentkv", "roles"): (False,),
 }
 """Values of a field of one method, where the name means something else there or needs other values."""
 EVERYTHING = 4096

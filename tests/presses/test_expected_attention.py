@@ -187,7 +187,7 @@ def test_the_reference_model_has_statistics_and_other_models_need_a_file(tmp_pat
         model(**prompt, past_key_values=cache)
     assert kvpress.memory_report(cache).kept < kvpress.memory_report(cache).seen
     refused = {
-        "stats_folder=None means the bundled file.*calibrate expected_attention": press,
+        "published as .*calibrate expected_attention.* was not loaded from a path": press,
         "kvpress calibrate": ExpectedAttentionStatsPress(0.5, stats_folder=str(tmp_path)),
     }
     for message, refused_press in refused.items():
@@ -199,6 +199,7 @@ def test_the_reference_model_has_statistics_and_other_models_need_a_file(tmp_pat
     ("settings", "option"),
     [({"sample_seq_len": 500}, "--tokens"), ({"num_samples": 10}, "--sequences"), ({"dataset_name": "x"}, "--data")],
 )
-def test_sampling_belongs_to_the_command(settings: dict[str, Any], option: str) -> None:
+def test_sampling_names_published_statistics_and_no_file(settings: dict[str, Any], option: str) -> None:
+    assert ExpectedAttentionStatsPress(0.5, **settings)
     with pytest.raises(ValueError, match=f"kvpress calibrate expected_attention .* with {option}"):
-        ExpectedAttentionStatsPress(0.5, **settings)
+        ExpectedAttentionStatsPress(0.5, **settings, stats_folder="stats.safetensors")

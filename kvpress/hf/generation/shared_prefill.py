@@ -174,6 +174,7 @@ class Branch(Session):
                 call.tokens,
                 shared=self.cache.__dict__.setdefault("_kvpress_shared", {}),
                 tracker=self._own_tracker if self.recipe.reads_tokens else None,
+                rules=self.recipe.observed_rules,
             ),
             left={},
         )

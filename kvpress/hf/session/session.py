@@ -310,6 +310,7 @@ class Session(BaseSession):
             axes=forward.axes,
             cells=forward.cells,
             tracker=partial(self.tracker, cache) if self.recipe.reads_tokens else None,
+            rules=self.recipe.observed_rules,
             shared=cache.__dict__.setdefault("_kvpress_shared", {}),
         )
         if self.recipe.dropping is None and forward.static is None:
