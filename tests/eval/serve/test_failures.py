@@ -285,7 +285,7 @@ def test_an_engine_that_cannot_go_on_ends_all_requests(
         errors = [each.exception() for each in waiting]
         assert {type(error) for error in errors} == {openai.InternalServerError}
         assert any("the engine of this server has failed" in str(error) for error in errors)
-        assert first.done()
+        wait_for(first.done)
         health = server.get("/health")
         assert (health.status_code, health.json()["status"]) == (503, "failed")
         assert not any(server.engine.load.values())
