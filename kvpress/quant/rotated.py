@@ -26,7 +26,7 @@ from kvpress.observe.queries import QueryGram
 from kvpress.quant.bits import Bits
 from kvpress.quant.hadamard import hadamard
 from kvpress.quant.press import QuantisingPress
-from kvpress.quant.rounding import Metric
+from kvpress.quant.rounding import QueryMetric
 
 GPU_BLOCK_ROWS = 16 * BLOCK_ROWS
 """Rows that are encoded at a time on a GPU, whose kernels are small otherwise."""
@@ -56,8 +56,8 @@ class RotatedPress(QuantisingPress):
     The newest `residual_length` pairs and the first `sinks` stay dense, and up to 31 more while tokens are generated (255 on
     a GPU).
 
-    Paper: none; similar to `TurboQuantPress`. Rounding with feedback is that of Frantar et al., GPTQ, 2022, arXiv:2210.17323,
-    which they apply to weights.
+    Paper: none; similar to `TurboQuantPress`. Rounding with feedback is that of GPTQ (Frantar et al., 2022), which rounds
+    weights so.
     Differs from the paper: unlike TurboQuant, a mean is subtracted; the rotation is a Hadamard matrix, the same for all heads
     and layers, and is not stored; levels are evenly spaced, so that kernels multiply the codes as integers, and the step is
     fitted to each vector to compensate; a large bias of keys is stored separately (`QuantisingPress`).
@@ -144,7 +144,7 @@ class SteppedRows(Held):
             z, step[rows] = _nearest(rotated(rows), bits)
             codes[rows] = (z + top_code / 2).to(torch.uint8)
         if gram is not None and len(side):
-            metric = Metric(basis.T @ gram.flatten(0, 1).float() @ basis)
+            metric = QueryMetric(basis.T @ gram.flatten(0, 1).float() @ basis)
             for index, real in _by_stream(layout, max(1, block // layout.streams), side.device):
                 z, fitted = metric.fit(rotated(index), codes[index] - top_code / 2, step[index], top_code)
                 codes[index[real]] = (z[real] + top_code / 2).to(torch.uint8)

@@ -14,7 +14,7 @@ ROUNDS = 2
 """Rounds that fit codes and steps to each other."""
 
 
-class Metric:
+class QueryMetric:
     """Weights of the errors of keys: the second moments of the queries of each stream, in the basis of the codes.
 
     An error e of a key changes the logits of queries q by e . q, so that `e G e^T`, G the sum of `q q^T`, is the sum of their

@@ -17,7 +17,7 @@ from kvpress.kernels.cpu import build, launch
 from kvpress.observe.queries import QueryGram
 from kvpress.quant.hadamard import hadamard
 from kvpress.quant.rotated import GRAM, CentredCodec, RotatedSegment, SteppedRows
-from kvpress.quant.rounding import Metric
+from kvpress.quant.rounding import QueryMetric
 from tests.models import padded_batch, position_ids, tiny_model, tokens
 
 CPU = torch.device("cpu")
@@ -234,12 +234,12 @@ def test_the_queries_are_watched_and_their_moments_dropped_with_the_prompt(
 ) -> None:
     model, grams = tiny_model(family), []
 
-    def fit(self: Metric, *arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
+    def fit(self: QueryMetric, *arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
         grams.append(self.weights)
         return original(self, *arguments)
 
-    original = Metric.fit
-    monkeypatch.setattr(Metric, "fit", fit)
+    original = QueryMetric.fit
+    monkeypatch.setattr(QueryMetric, "fit", fit)
     ids, mask = padded_batch([60, 41])
     cache = DynamicCache(config=model.config)
     with kvpress.get_press(spec)(model):
@@ -250,13 +250,13 @@ def test_the_queries_are_watched_and_their_moments_dropped_with_the_prompt(
 
 
 def test_padding_does_not_count_among_the_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, seen, original = tiny_model("llama"), [], Metric.__init__
+    model, seen, original = tiny_model("llama"), [], QueryMetric.__init__
 
-    def init(self: Metric, gram: torch.Tensor) -> None:
+    def init(self: QueryMetric, gram: torch.Tensor) -> None:
         seen.append(gram)
         original(self, gram)
 
-    monkeypatch.setattr(Metric, "__init__", init)
+    monkeypatch.setattr(QueryMetric, "__init__", init)
     ids, mask = padded_batch([60, 41])
     with kvpress.get_press("rotated:bits=4,residual_length=0")(model):
         model(ids, attention_mask=mask, position_ids=position_ids(mask))
