@@ -173,10 +173,10 @@ class FrontierPress(OfSize):
     `BudgetedPress` around `RefitPress` around `KVzipPress`: the model reads its prompt a second time, in chunks of 256 tokens;
     the pairs with the most attention from it stay, weighted by the output of the value, for which heads and layers compete;
     their values and log-weights are solved for with 512 queries of the second reading; and they are stored in 4 bits, keys
-    rounded for the same queries, or in 8 bits where a cache is at most 6 times smaller. `smaller` is the factor from the size of the dense cache to that of the
-    compressed one, 10 by default. `bytes`, such as 512MiB, sets the size instead. The prompt takes at least twice as long to
-    read, and is uncompressed in memory until then. Where the model has no output projections that can be read, the attention
-    itself is the score.
+    rounded for the same queries, or in 8 bits where a cache is at most 6 times smaller. `smaller` is the factor from the size
+    of the dense cache to that of the compressed one, 10 by default. `bytes`, such as 512MiB, sets the size instead. The prompt
+    takes at least twice as long to read, and is uncompressed in memory until then. Where the model has no output projections
+    that can be read, the attention itself is the score.
 
     `reads=chunk` makes the second reading cheaper: each chunk of 256 tokens attends only to itself, to its first reading and to
     the first 4 tokens of the prompt, so that its cost grows in proportion to the prompt. It loses a little more.
