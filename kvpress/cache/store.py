@@ -387,7 +387,7 @@ class KVStore(Rollback):
             segment.key_offset = offset
             segment.describe(old, without=codec.reads_side)
             segment.put(codec.tier)
-        except OSError:  # no space in the tier: all pairs stay in memory
+        except BaseException:  # such as no space in the tier: all pairs stay as they were
             self.segments = before
             self.seal(DenseSegment.join(opened), sealing.mask)
             raise

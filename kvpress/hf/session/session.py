@@ -346,7 +346,11 @@ class Session(BaseSession):
         """Finish the call of an attention module, and return its output, which a user's hook may have replaced."""
         if id(module) not in self.layers:
             return output
+        output = self._after(forward, module, output)
         forward.modules_left -= 1
+        return output
+
+    def _after(self, forward: Forward, module: nn.Module, output: Any) -> Any:
         call = forward.release()
         if call is None:
             if forward.cache is not None and forward.watch is None:
