@@ -69,7 +69,8 @@ class RotatedPress(QuantisingPress):
     sinks: Size = 0
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
-        return replace(super().recipe(model), aids=(GRAM,))
+        weighs = any(keys in WEIGHED_BITS for keys, _ in self.layer_bits().pairs)
+        return replace(super().recipe(model), aids=(GRAM,) if weighs else ())
 
     def layer_codec(self, layer: int) -> CentredCodec:
         return CentredCodec(self.layer_bits().at(layer), self.residual_length, self.sinks)

@@ -326,16 +326,18 @@ class Session(BaseSession):
         watched = self.executor.watched[call.phase]
         if any(not observation.by_token for observation in watched):
             call.keep_store(call.tokens.seen_before)
-        for observation in (*watched, *(self.aids if call.phase == "prefill" else ())):
+        for observation in (*watched, *self._aids(call)):
             if observation not in call.store.observers:
                 call.store.observers[observation] = observation.make()
             call.store.observers[observation].observe(call)
 
-    @property
-    def aids(self) -> tuple[Wanted, ...]:
-        """Observers of a prompt's queries that its codec rounds better with; none where these queries cannot be watched."""
-        watches = self.evict and not self.reads_itself and self.recipe.dropping is None
-        return self.recipe.aids if watches else ()
+    def _aids(self, call: LayerCall) -> tuple[Wanted, ...]:
+        """Return the observers of a prompt's queries that the codec of a layer rounds better with.
+
+        None without a codec, and where the queries of the whole prompt cannot be watched.
+        """
+        watches = call.phase == "prefill" and self.evict and not self.reads_itself and self.recipe.dropping is None
+        return self.recipe.aids if watches and self.layers[id(call.layer.module)].codec is not None else ()
 
     @property
     def follows(self) -> bool:
@@ -397,7 +399,7 @@ class Session(BaseSession):
         store, plan = call.store, self.layers[id(call.layer.module)]
         held = [*self.recipe.held_observers, *((TOKENS,) if self.follows else ())]
         if call.phase == "prefill" and self.evict:
-            store.forget([*held, *self.aids])
+            store.forget([*held, *self._aids(call)])
         if plan.codec is not None:
             if call.phase == "prefill":
                 check_finite(store.window.filled_keys, store.window.filled_values, call.layer.index)
