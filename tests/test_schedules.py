@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 
 import kvpress
-from tests.caches import CODEC, generate, pairs, positions
+from tests.caches import CODEC, generate, pairs, positions, prefill
 from tests.models import padded_batch, position_ids, tiny_model, tokens
 from tests.pairwise import every_pair
 
@@ -185,3 +185,18 @@ def test_a_press_that_keeps_everything_delays_no_schedule() -> None:
                     model(new, past_key_values=cache)
                     counts[-1].append(pairs(cache))
     assert counts[0] == counts[1]
+
+
+def test_parts_for_prompts_of_the_first_press_act() -> None:
+    press = kvpress.get_press("prefill_decoding(knorm:0.5 + fastv:0.5,layer=1,tokens=4:26)")
+    cache = prefill(tiny_model("llama"), press, tokens(1, 40))
+    assert [layer.store.stored() for layer in cache.layers] == [[20, 20], [20, 20], [14, 14]]
+    spec = "prefill_decoding(snapkv:0.5 + minference:vertical=16,slash=32; decoding(knorm):target_size=8)"
+    assert kvpress.get_press(spec).recipe().pattern is not None
+
+
+def test_parts_for_prompts_of_the_second_press_are_refused() -> None:
+    with pytest.raises(ValueError, match="give that part to prefilling_press"):
+        kvpress.get_press("prefill_decoding(decoding_press=h2o:0.5 + fastv:0.5,layer=1,tokens=4:26)")
+    with pytest.raises(TypeError, match="drop tokens"):
+        kvpress.get_press("twilight(quest:budget=16 + fastv:0.5,layer=1,tokens=4:26)")
