@@ -165,6 +165,11 @@ class KVStore(Rollback):
         self.window.length += 1
         self.seen += 1
 
+    def restart_at(self, seen: int) -> None:
+        """Undo `count_token` after a static step that failed, when the store had seen `seen` tokens."""
+        self.window.length -= self.seen - seen
+        self.seen, self.window.cursor = seen, None
+
     # -- attention -------------------------------------------------------------------------------------------
 
     def attend(

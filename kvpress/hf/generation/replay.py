@@ -89,16 +89,27 @@ class CapturedForward(threading.local):
         if arguments.get("position_ids") is None:
             arguments["position_ids"] = torch.full((1, 1), stores[0].seen, device=ids.device)
         inputs = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-        for store in stores:
-            store.count_token()
-        self.real_tokens = real
-        with _one_at_a_time:
-            outputs = self.replay(cursors, inputs, {n: v for n, v in arguments.items() if n not in inputs})
-        for call in self.calls:
-            call.tokens.mask, call.tokens.seen_before = None if real is None else real.real, call.store.seen - 1
-            self.session.follow(call)
-        if self.session.follows:
-            self.session.finish(arguments[CACHE], self.calls, ids, arguments["position_ids"])
+        seen, self.real_tokens = stores[0].seen, real
+        try:
+            for store in stores:
+                store.count_token()
+            with _one_at_a_time:
+                outputs = self.replay(cursors, inputs, {n: v for n, v in arguments.items() if n not in inputs})
+        except BaseException:
+            for store in stores:
+                store.restart_at(seen)
+            self.replay.forget()
+            raise
+        try:
+            for call in self.calls:
+                call.tokens.mask, call.tokens.seen_before = None if real is None else real.real, seen
+                self.session.follow(call)
+            if self.session.follows:
+                self.session.finish(arguments[CACHE], self.calls, ids, arguments["position_ids"])
+        except BaseException:
+            for layer in arguments[CACHE].layers:
+                layer.interrupted = seen
+            raise
         return self.kind(**outputs, **self.rest)
 
     def _step(self, inputs: dict[str, Tensor], settings: dict[str, Any]) -> Outputs:
