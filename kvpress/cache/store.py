@@ -388,7 +388,8 @@ class KVStore(Rollback):
                 self._prepend(first)
             earlier = tuple(part.known() for part in self.segments)
             codec_input = replace(sealing, earlier=earlier, state=self.codec_state, observers=self.observers)
-            segment = codec.encode(old if offset is None else without(offset, old), codec_input)
+            with torch.autocast(old.device.type, enabled=False):  # its products would round to 16 bits
+                segment = codec.encode(old if offset is None else without(offset, old), codec_input)
             segment.key_offset = offset
             segment.describe(old, without=codec.reads_side)
             segment.put(codec.tier)

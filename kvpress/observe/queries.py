@@ -152,7 +152,8 @@ class QueryGram(Observer):
                 real = part.tokens.mask[:, -queries.shape[3] :].to(queries.device)
                 queries = queries * real[:, None, None, :, None]
             queries = queries.flatten(2, 3)
-            gram = queries.mT @ queries
+            with torch.autocast(queries.device.type, enabled=False):  # sums of 16 bits may have no Cholesky factor
+                gram = queries.mT @ queries
             self.gram = gram if self.gram is None else self.gram + gram
 
     def joined(self, observers: Sequence[Any], seen: int) -> Any:

@@ -145,7 +145,8 @@ class SteppedRows(Held):
             z, step[rows] = _nearest(rotated(rows), bits)
             codes[rows] = (z + top_code / 2).to(torch.uint8)
         if gram is not None and len(side):
-            metric = Metric(basis.T @ gram.flatten(0, 1).float() @ basis)
+            turn = basis.double()  # products of float32 numbers may be rounded to 16 bits
+            metric = Metric(turn.T @ gram.flatten(0, 1).double() @ turn)
             for index, real in _by_stream(layout, max(1, block // layout.streams), side.device):
                 z, fitted = metric.fit(rotated(index), codes[index] - top_code / 2, step[index], top_code)
                 codes[index[real]] = (z[real] + top_code / 2).to(torch.uint8)

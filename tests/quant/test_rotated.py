@@ -12,12 +12,13 @@ from kvpress.cache.attention import Logits, attend
 from kvpress.cache.codec import Sealing
 from kvpress.cache.layout import Layout
 from kvpress.cache.segment import DenseSegment, Segment
+from kvpress.cache.store import KVStore
 from kvpress.hf.models import with_cache
 from kvpress.hf.session.requests import Request, here
 from kvpress.hf.session.session import session
 from kvpress.kernels import Packed, unpack
 from kvpress.kernels.cpu import build, launch
-from kvpress.observe.call import LayerCall
+from kvpress.observe.call import AttentionLayer, LayerCall, NewTokens
 from kvpress.observe.queries import QueryGram
 from kvpress.quant.hadamard import hadamard
 from kvpress.quant.rotated import GRAM, CentredCodec, RotatedSegment, SteppedRows
@@ -251,6 +252,28 @@ def test_the_queries_are_watched_and_their_moments_dropped_with_the_prompt(
     assert grams
     assert all(bool(gram.isfinite().all()) for gram in grams)
     assert all(GRAM not in getattr(layer, "store", cache).__dict__.get("observers", {}) for layer in cache.layers)
+
+
+def test_autocast_changes_neither_moments_nor_codes() -> None:
+    """Sums of 16 bits, of queries that mostly look in one direction, have no Cholesky factor."""
+    queries = torch.randn(1, 2, 500, 64, generator=torch.Generator().manual_seed(0))
+    queries[..., 3], queries[..., 40] = 200.0, -200.0
+    keys = torch.randn(1, 1, 80, 64, generator=torch.Generator().manual_seed(1))
+    encoded = []
+    for autocast in (False, True):
+        store, watched = KVStore(keys, keys), QueryGram()
+        store.append(keys, keys)
+        layer = AttentionLayer(torch.nn.Module(), 0, 1)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            watched.observe(LayerCall(layer, NewTokens(0), store, {}, keys, queries=queries))
+            store.observers[GRAM] = watched
+            store.settle(CentredCodec((4, 4), 0), Sealing(1), turn=True)
+        encoded.append(store.segments[0])
+    assert all(isinstance(segment, RotatedSegment) for segment in encoded)
+    for side in ("keys", "values"):
+        plain, other = (getattr(segment, side) for segment in encoded)
+        assert torch.equal(plain.codes, other.codes)
+        assert torch.equal(plain.step, other.step)
 
 
 @pytest.mark.parametrize(("bits", "skipped"), [("3", "1"), ("(4,2,4)", "()"), ("2", "()")])
