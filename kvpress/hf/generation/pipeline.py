@@ -328,7 +328,7 @@ class KVPressTextGenerationPipeline(Pipeline):
         """Read contexts and return their cache, from the store or `cache`; `mask` includes the tokens that `cache` has seen."""
         before = cache.get_seq_length()
         if prefix_store is not None:
-            cache = prefix_store.read(self.model, press, ids, mask)
+            cache = prefix_store.read(self.model, press, ids, mask, tokenizer=self.tokenizer)
         else:
             applied, evict = press or BasePress(), press is not None
             read_prompt(self.model, applied, cache, ids, mask, evict=evict, tokenizer=self.tokenizer)
