@@ -138,6 +138,7 @@ class QueryGram(Observer):
 
     def __init__(self) -> None:
         self.gram: Tensor | None = None
+        self.end = 0
 
     def observe(self, call: LayerCall) -> None:
         if call.phase != "prefill":
