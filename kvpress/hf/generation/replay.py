@@ -128,7 +128,8 @@ class CapturedForward(threading.local):
         cache, ids, mask = (arguments.get(name) for name in (CACHE, "input_ids", "attention_mask"))
         if not isinstance(cache, Cache) or not isinstance(ids, Tensor) or torch.is_grad_enabled():
             return []
-        stores = [layer.store for layer in cache.layers if isinstance(layer, PressLayer) and layer.store is not None]
+        layers = [layer for layer in cache.layers if isinstance(layer, PressLayer)]
+        stores = [layer.store for layer in layers if layer.store is not None]
         seen, config, request = cache.get_seq_length(), self.session.model.config, self._request()
         # Models of several modalities count positions in their own way.
         has_positions = arguments.get("position_ids") is not None or config.get_text_config() is config
@@ -138,7 +139,11 @@ class CapturedForward(threading.local):
             and tuple(ids.shape) == (stores[0].batch, 1)
             and all(store.seen == seen for store in stores)
             and seen >= (0 if request is None else request.prompt_end)
-            and (mask is None or (isinstance(mask, Tensor) and tuple(mask.shape) == (stores[0].batch, seen + 1)))
+            and (
+                not any(layer.padded for layer in layers)  # refused by the pass
+                if mask is None
+                else isinstance(mask, Tensor) and tuple(mask.shape) == (stores[0].batch, seen + 1)
+            )
             and arguments.get("return_dict") is not False
         )
         return stores if fits else []

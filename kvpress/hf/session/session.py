@@ -37,7 +37,7 @@ from kvpress.hf.positions import reach, warn_past_positions
 from kvpress.hf.session import token_dropping
 from kvpress.hf.session.base import BaseSession, OpenBlock
 from kvpress.hf.session.candidate_passes import read_in_parts
-from kvpress.hf.session.checks import check_forward, check_model
+from kvpress.hf.session.checks import check_forward, check_mask_of_padded, check_model
 from kvpress.hf.session.chunked_prefill import ChunkedForward
 from kvpress.hf.session.compiled import original
 from kvpress.hf.session.image_merging import merge_prompt
@@ -245,6 +245,8 @@ class Session(BaseSession):
             until = forward.prompt_length(cache_among((*kwargs.values(), *args))) if self.evict else None
             has_ids = forward.ids_among(args, kwargs) is not None
             tokens = check_forward(self.recipe, args, kwargs, self.model.config, until, self.cached, has_ids)
+            if forward.static is None:
+                check_mask_of_padded(args, kwargs, tokens)
             self.note_length(self.recipe, tokens, kwargs)
             token_dropping.check_pass(self, forward, args, kwargs)
 
