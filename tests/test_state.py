@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Dyna
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import kvpress
+from kvpress.cache.storage import tensors_in
 from kvpress.hf.models import with_cache
 from kvpress.quant.rotated import CentredCodec
 from tests.caches import CODEC, STORAGES, generate, positions, prefill
@@ -278,3 +279,7 @@ def test_a_model_may_be_called_with_gradients(spec: str) -> None:
         logits = model(ids[:, -1:], **with_cache(cache)).logits
     assert logits.requires_grad
     assert logits.isfinite().all()
+    # Encoded pairs are constants, which keep nothing of the pass in memory.
+    encoded = [part for layer in cache.layers for part in layer.store.segments if part.encoded]
+    assert not any(tensor.requires_grad for part in encoded for tensor in tensors_in(part.storage()))
+    assert all(part.key_offset is None or not part.key_offset.centre.requires_grad for part in encoded)
