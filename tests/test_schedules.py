@@ -200,3 +200,24 @@ def test_parts_for_prompts_of_the_second_press_are_refused() -> None:
         kvpress.get_press("prefill_decoding(decoding_press=h2o:0.5 + fastv:0.5,layer=1,tokens=4:26)")
     with pytest.raises(TypeError, match="drop tokens"):
         kvpress.get_press("twilight(quest:budget=16 + fastv:0.5,layer=1,tokens=4:26)")
+
+
+def test_a_score_gets_no_hidden_states_from_before_tokens_read_without_the_press() -> None:
+    """They would count as those of the tokens in between."""
+    model, states = tiny_model("llama"), []
+
+    class Watching(kvpress.ScorerPress):
+        def score(self, module: Any, hidden_states: Any, keys: Any, values: Any, attentions: Any, kwargs: Any) -> Any:
+            states.append(hidden_states.shape[1])
+            return keys.norm(dim=-1)
+
+    press, cache = kvpress.DecodingPress(Watching(), 3, 12), DynamicCache(config=model.config)
+    with press(model):
+        model(tokens(1, 20), past_key_values=cache)
+        model(tokens(1, 1), past_key_values=cache)
+    with kvpress.reading(model):
+        model(tokens(1, 5), past_key_values=cache)
+    with press(model):
+        for _ in range(5):
+            model(tokens(1, 1), past_key_values=cache)
+    assert states == [1] * 3 + [4] * 3
