@@ -7,8 +7,9 @@ No GPU is needed: `Tape` replaces CUDA graphs.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from transformers import DynamicCache
 
 import kvpress
 from kvpress.hf.session.session import session
+from kvpress.quant.uniform import UniformCodec
 from tests.kernels.compiler import needs_compiler
 from tests.models import fingerprint, tokens
 from tests.pairwise import every_pair
@@ -164,6 +166,54 @@ def test_calls_that_are_no_plain_step_fall_in_between(spec: str) -> None:
     assert recorder.replayed >= 8
     for ours, theirs in zip(captured, expected, strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_a_step_that_fails_reads_no_token() -> None:
+    """Interrupted while it is recorded anew, for example with Ctrl-C."""
+    model, press, new = model_of("llama"), kvpress.get_press("knorm:0.5"), tokens(1, 4, seed=3)
+    logits = []
+    for fails in (False, True):
+        cache = DynamicCache(config=model.config)
+        with session(press, model, recorder=TapeRecorder()):
+            model(tokens(1, 30), past_key_values=cache)
+            model(new[:, :1], past_key_values=cache)
+            if fails:
+                with pytest.raises(KeyboardInterrupt), interrupted(model.model.layers[1].mlp):
+                    model(new[:, 1:2], past_key_values=cache)
+            steps = [model(new[:, t : t + 1], past_key_values=cache).logits for t in range(1, 4)]
+        logits.append(torch.cat(steps))
+    assert torch.equal(*logits)
+
+
+@contextmanager
+def interrupted(module: Any) -> Iterator[None]:
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = module.register_forward_pre_hook(stop)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def test_a_step_whose_pairs_cannot_be_encoded_is_not_read_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, cache = model_of("llama"), DynamicCache(config=model_of("llama").config)
+
+    def fail(*_: Any) -> None:
+        raise OSError("no space left")
+
+    def read(steps: int) -> None:
+        for _ in range(steps):
+            model(tokens(1, 1), past_key_values=cache)
+
+    with session(kvpress.get_press(SPECS["kivi"]), model, recorder=TapeRecorder()):
+        model(tokens(1, 30), past_key_values=cache)
+        monkeypatch.setattr(UniformCodec, "encode", fail)
+        with pytest.raises(OSError, match="no space left"):
+            read(20)
+        with pytest.raises(RuntimeError, match="a forward pass that failed"):
+            read(1)
 
 
 def test_a_captured_cache_lives_on_without_capture() -> None:

@@ -79,6 +79,17 @@ def test_a_filled_cache_takes_a_further_context() -> None:
     assert pipe()(CONTEXTS[0], **ASKED, cache=cache, max_new_tokens=4) == {"answer": " 4837."}
 
 
+@pytest.mark.parametrize("spec", ["none", "knorm:0.5", "kivi:bits=4"])
+def test_a_cache_of_contexts_of_different_lengths_takes_no_further_ones(spec: str) -> None:
+    """Their padding would count as tokens."""
+    cache = DynamicCache(config=pipe().model.config)
+    pipe()([CONTEXTS[0] * 2, CONTEXTS[0]], **ASKED, press=spec, cache=cache, max_new_tokens=2)
+    seen = cache.get_seq_length()
+    with pytest.raises(ValueError, match="contexts of different lengths"):
+        pipe()([CONTEXTS[1], CONTEXTS[1]], **ASKED, press=spec, cache=cache)
+    assert cache.get_seq_length() == seen
+
+
 def test_long_contexts_lose_their_end() -> None:
     cache = DynamicCache(config=pipe().model.config)
     pipe()(CONTEXTS[0], max_context_length=9, cache=cache, max_new_tokens=1)

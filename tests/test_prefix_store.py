@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import os
 import threading
@@ -17,6 +18,7 @@ from torch import Tensor
 
 import kvpress
 from kvpress.hf.cache import prefix_store
+from kvpress.hf.generation.ask import read_text
 from kvpress.hf.generation.pipeline import KVPressTextGenerationPipeline
 from tests.caches import STORAGES, positions, prefill
 from tests.models import padded_batch, tiny_model, tokens
@@ -229,6 +231,23 @@ def test_the_pipeline_reads_a_context_once(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match="either cache or prefix_store"):
         pipe(contexts[0], prefix_store=store, cache=prefill(model, press, tokens(1, 20)), **request)
+
+
+def test_a_prefix_is_read_with_the_tokenizer_of_the_pipeline(tmp_path: Path) -> None:
+    """A tokenizer with another vocabulary finds other spans, so it reads the prefix anew."""
+    model, tokenizer = kvpress.load_model("reference")
+    model, other = copy.deepcopy(model), copy.deepcopy(tokenizer)
+    model.config._name_or_path = ""
+    other.add_tokens(["elephants"])
+    request = {"question": "\nWhere?", "press": "protect(knorm:0.8):tags=<think>..</think>", "max_new_tokens": 4}
+    context = " <think>The old river runs.</think> The code for tiger is 4837." * 4
+    store = kvpress.PrefixStore(tmp_path)
+    for each in (tokenizer, tokenizer, other):
+        pipe = KVPressTextGenerationPipeline(model=model, tokenizer=each)
+        assert pipe(context, prefix_store=store, **request) == pipe(context, **request)
+    assert (store.hits, store.misses) == (1, 2)
+    read, _ = read_text(model, tokenizer, request["press"], context)
+    assert kvpress.memory_report(read).kept < kvpress.memory_report(read).seen
 
 
 def test_wrong_limits_and_folders_are_refused(tmp_path: Path) -> None:

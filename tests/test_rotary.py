@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForImageTextToText, LlamaForCausalLM
+from transformers import AutoModelForImageTextToText, DynamicCache, LlamaForCausalLM
 
 import kvpress
 from benchmarks import tiny
@@ -214,3 +214,20 @@ def test_a_padded_row_is_turned_back_as_that_row_alone() -> None:
     with press(model), torch.no_grad():
         model(padded, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp_min(0), use_cache=True)
     torch.testing.assert_close(press.seen[0], first_keys(model, ids, torch.arange(20)[None]), atol=1e-5, rtol=1e-4)
+
+
+def test_tokens_that_were_read_without_the_press_leave_no_gap() -> None:
+    model = tiny_model("llama")
+    press = kvpress.get_press("decoding(key_rerotation(knorm)):compression_interval=3,target_size=12")
+    keys = []
+    for between in (kvpress.reading(model, press), kvpress.reading(model)):
+        cache = DynamicCache(config=model.config)
+        with press(model):
+            model(tokens(1, 20), past_key_values=cache)
+        with between:
+            model(tokens(1, 2, seed=1), past_key_values=cache)
+        with press(model):
+            for seed in range(2, 8):
+                model(tokens(1, 1, seed=seed), past_key_values=cache)
+        keys.append(torch.cat([part.read(slice(None))[0] for part in cache.layers[1].store.sealed]))
+    torch.testing.assert_close(*keys)

@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 
 import kvpress
-from tests.caches import CODEC, generate, pairs, positions
+from tests.caches import CODEC, generate, pairs, positions, prefill
 from tests.models import padded_batch, position_ids, tiny_model, tokens
 from tests.pairwise import every_pair
 
@@ -185,3 +185,39 @@ def test_a_press_that_keeps_everything_delays_no_schedule() -> None:
                     model(new, past_key_values=cache)
                     counts[-1].append(pairs(cache))
     assert counts[0] == counts[1]
+
+
+def test_parts_for_prompts_of_the_first_press_act() -> None:
+    press = kvpress.get_press("prefill_decoding(knorm:0.5 + fastv:0.5,layer=1,tokens=4:26)")
+    cache = prefill(tiny_model("llama"), press, tokens(1, 40))
+    assert [layer.store.stored() for layer in cache.layers] == [[20, 20], [20, 20], [14, 14]]
+    spec = "prefill_decoding(snapkv:0.5 + minference:vertical=16,slash=32; decoding(knorm):target_size=8)"
+    assert kvpress.get_press(spec).recipe().pattern is not None
+
+
+def test_parts_for_prompts_of_the_second_press_are_refused() -> None:
+    with pytest.raises(ValueError, match="give that part to prefilling_press"):
+        kvpress.get_press("prefill_decoding(decoding_press=h2o:0.5 + fastv:0.5,layer=1,tokens=4:26)")
+    with pytest.raises(TypeError, match="drop tokens"):
+        kvpress.get_press("twilight(quest:budget=16 + fastv:0.5,layer=1,tokens=4:26)")
+
+
+def test_a_score_gets_no_hidden_states_from_before_tokens_read_without_the_press() -> None:
+    """They would count as those of the tokens in between."""
+    model, states = tiny_model("llama"), []
+
+    class Watching(kvpress.ScorerPress):
+        def score(self, module: Any, hidden_states: Any, keys: Any, values: Any, attentions: Any, kwargs: Any) -> Any:
+            states.append(hidden_states.shape[1])
+            return keys.norm(dim=-1)
+
+    press, cache = kvpress.DecodingPress(Watching(), 3, 12), DynamicCache(config=model.config)
+    with press(model):
+        model(tokens(1, 20), past_key_values=cache)
+        model(tokens(1, 1), past_key_values=cache)
+    with kvpress.reading(model):
+        model(tokens(1, 5), past_key_values=cache)
+    with press(model):
+        for _ in range(5):
+            model(tokens(1, 1), past_key_values=cache)
+    assert states == [1] * 3 + [4] * 3

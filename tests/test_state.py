@@ -15,7 +15,9 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Dyna
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import kvpress
+from kvpress.cache.storage import tensors_in
 from kvpress.hf.models import with_cache
+from kvpress.quant.rotated import CentredCodec
 from tests.caches import CODEC, STORAGES, generate, positions, prefill
 from tests.models import COMMON, fingerprint, padded_batch, tiny_model, tokens
 from tests.presses.evicting import EVICTING
@@ -76,6 +78,48 @@ def test_an_exception_inside_attention_leaves_no_open_call_on_the_cache() -> Non
         model(tokens(1, 3), past_key_values=cache)
     with pytest.raises(RuntimeError, match="a forward pass that failed"):
         model(tokens(1, 3), past_key_values=cache)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("layer", [0, 2])
+def test_pairs_are_not_lost_where_a_codec_fails(
+    error: type[BaseException], layer: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last layer too: nothing of the pass comes after it."""
+    model, encode = tiny_model("llama"), CentredCodec.encode
+    cache = DynamicCache(config=model.config)
+    calls: list[int] = []
+
+    def fail(self: CentredCodec, *arguments: Any) -> Any:
+        calls.append(len(calls))
+        if len(calls) == layer + 1:
+            raise error("failed on purpose")
+        return encode(self, *arguments)
+
+    monkeypatch.setattr(CentredCodec, "encode", fail)
+    with kvpress.get_press("rotated:bits=2,residual_length=8")(model):
+        with pytest.raises(error, match="failed on purpose"):
+            model(tokens(1, 40), **with_cache(cache))
+        assert cache.layers[layer].store.stored() == [40, 40]
+        with pytest.raises(RuntimeError, match="a forward pass that failed"):
+            model(tokens(1, 1), **with_cache(cache))
+
+
+def test_a_layer_that_could_not_evict_is_not_read_on() -> None:
+    model = tiny_model("llama")
+    cache = DynamicCache(config=model.config)
+
+    class Broken(kvpress.ScorerPress):
+        def score(self, module: Any, hidden_states: Any, keys: Any, values: Any, attentions: Any, kwargs: Any) -> Any:
+            if module.layer_idx == model.config.num_hidden_layers - 1:
+                raise ValueError("failed on purpose")
+            return keys.norm(dim=-1)
+
+    with Broken(0.5)(model):
+        with pytest.raises(ValueError, match="failed on purpose"):
+            model(tokens(1, 20), **with_cache(cache))
+        with pytest.raises(RuntimeError, match="a forward pass that failed"):
+            model(tokens(1, 1), **with_cache(cache))
 
 
 def test_sub_configurations_get_their_own_attention_back() -> None:
@@ -235,3 +279,7 @@ def test_a_model_may_be_called_with_gradients(spec: str) -> None:
         logits = model(ids[:, -1:], **with_cache(cache)).logits
     assert logits.requires_grad
     assert logits.isfinite().all()
+    # Encoded pairs are constants, which keep nothing of the pass in memory.
+    encoded = [part for layer in cache.layers for part in layer.store.segments if part.encoded]
+    assert not any(tensor.requires_grad for part in encoded for tensor in tensors_in(part.storage()))
+    assert all(part.key_offset is None or not part.key_offset.centre.requires_grad for part in encoded)

@@ -165,6 +165,11 @@ class KVStore(Rollback):
         self.window.length += 1
         self.seen += 1
 
+    def restart_at(self, seen: int) -> None:
+        """Undo `count_token` after a static step that failed, when the store had seen `seen` tokens."""
+        self.window.length -= self.seen - seen
+        self.seen, self.window.cursor = seen, None
+
     # -- attention -------------------------------------------------------------------------------------------
 
     def attend(
@@ -374,7 +379,8 @@ class KVStore(Rollback):
         first, old, dense_tail = DenseSegment.join_and_cut(opened, sinks, ends)
         templates = tuple(segment.known() for segment in self.segments)
         # May raise, so it comes before any change.
-        offset = offset_of(old, codec.spread, replace(sealing, earlier=templates))
+        with torch.no_grad():
+            offset = offset_of(old, codec.spread, replace(sealing, earlier=templates))
         self.save()
         before = list(self.segments)
         self.seal(dense_tail, sealing.mask)
@@ -383,11 +389,13 @@ class KVStore(Rollback):
                 self._prepend(first)
             earlier = tuple(part.known() for part in self.segments)
             codec_input = replace(sealing, earlier=earlier, state=self.codec_state, observers=self.observers)
-            segment = codec.encode(old if offset is None else without(offset, old), codec_input)
+            # Scales must not keep the graph of the pass alive, and products must not be rounded to 16 bits.
+            with torch.no_grad(), torch.autocast(old.device.type, enabled=False):
+                segment = codec.encode(old if offset is None else without(offset, old), codec_input)
             segment.key_offset = offset
             segment.describe(old, without=codec.reads_side)
             segment.put(codec.tier)
-        except OSError:  # no space in the tier: all pairs stay in memory
+        except BaseException:  # such as no space in the tier: all pairs stay as they were
             self.segments = before
             self.seal(DenseSegment.join(opened), sealing.mask)
             raise

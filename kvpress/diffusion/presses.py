@@ -38,6 +38,8 @@ def _obstacle(recipe: Recipe) -> str | None:
     """Return why a recipe does not work around a block; None if it does."""
     if recipe.selector is not None or recipe.pattern is not None:
         return "chooses the pairs that tokens of a causal model read"
+    if recipe.dropping is not None:
+        return "drops tokens of a prompt between the layers of a causal model"
     if recipe.hooks or recipe.offloads:
         return "acts after passes of a causal model"
     if recipe.protected:

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,7 +16,8 @@ from kvpress.observe.observer import Observer
 class HiddenStates(Observer):
     """Attention input `states [B, n, hidden]` of the newest `size` tokens; with `prompt`, of the whole prompt.
 
-    Used only by presses that score from hidden states, as presses written for NVIDIA kvpress may.
+    Used only by presses that score from hidden states, as presses written for NVIDIA kvpress may. If tokens were read without
+    the press, the states of tokens before them are dropped.
     """
 
     state_names = ("states",)
@@ -21,9 +25,16 @@ class HiddenStates(Observer):
     def __init__(self, size: int, prompt: bool) -> None:
         self.size, self.prompt = size, prompt
         self.states: Tensor | None = None
+        self.end = 0
 
     def observe(self, call: LayerCall) -> None:
-        old = None if self.states is None else self.states
+        old = self.states if call.tokens.seen_before == self.end else None
+        self.end = call.tokens.seen_before + call.hidden_states.shape[1]
         self.states = call.hidden_states if old is None else torch.cat([old, call.hidden_states], dim=1)
         if call.phase == "decode" or not self.prompt:
             self.states = self.states[:, -self.size :].clone()
+
+    def joined(self, observers: Sequence[Any], seen: int) -> Any:
+        twin = super().joined(observers, seen)
+        twin.end = seen
+        return twin

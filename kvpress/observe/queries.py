@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -127,16 +128,24 @@ class QueryStats(Observer):
 
 
 class QueryGram(Observer):
-    """Sum of the outer products of all queries of a prompt and a GQA group, without padding: `gram [B, H, D, D]`, float32."""
+    """Sum of the outer products of all queries of a prompt and a GQA group, without padding: `gram [B, H, D, D]`, float32.
+
+    `end` is the number of tokens seen after the newest of these queries. If some of them were taken back in the middle of the
+    prompt, the sum begins again with the next pass.
+    """
 
     state_names = ("gram",)
 
     def __init__(self) -> None:
         self.gram: Tensor | None = None
+        self.end = 0
 
     def observe(self, call: LayerCall) -> None:
         if call.phase != "prefill":
             return
+        if call.tokens.seen_before < self.end:
+            self.gram = None
+        self.end = call.tokens.seen_before + call.queries.shape[2]
         block = max(1, attention.BLOCK_BYTES // (4 * call.queries[:, :, :1].numel()))
         for part in passes(call, block):
             queries = part.queries.float().unflatten(1, (call.store.heads, -1))
@@ -144,8 +153,14 @@ class QueryGram(Observer):
                 real = part.tokens.mask[:, -queries.shape[3] :].to(queries.device)
                 queries = queries * real[:, None, None, :, None]
             queries = queries.flatten(2, 3)
-            gram = queries.mT @ queries
+            with torch.autocast(queries.device.type, enabled=False):  # sums of 16 bits may have no Cholesky factor
+                gram = queries.mT @ queries
             self.gram = gram if self.gram is None else self.gram + gram
+
+    def joined(self, observers: Sequence[Any], seen: int) -> Any:
+        twin = super().joined(observers, seen)
+        twin.end = min(self.end, seen)  # padding that no row needs is dropped
+        return twin
 
     def replace(self, queries: Mapping[int, Tensor]) -> None:
         """Replace the sums of some streams by those of other `queries [M, D]`, such as those that stand for later ones."""

@@ -33,7 +33,8 @@ class Rotations(Observer):
     def observe(self, call: LayerCall) -> None:
         embeddings = call.position_embeddings
         if embeddings is not None:
-            self.first = self.first if self.parts else call.tokens.seen_before
+            if not self.parts or self.end != call.tokens.seen_before:  # tokens in between were read without the press
+                self.first, self.parts = call.tokens.seen_before, []
             self.parts.append(embeddings)
 
     def tensors(self) -> list[Tensor]:

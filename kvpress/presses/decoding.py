@@ -123,7 +123,9 @@ class PrefillDecodingPress(BasePress):
         evictions = tuple(step for recipe in recipes for step in recipe.evictions)
         hooks = tuple(hook for recipe in recipes for hook in recipe.hooks)
         observers = recipes[0].observers + recipes[1].observers
-        return Recipe(evictions, observers=observers, hooks=hooks, protected=protected_by(recipes))
+        return replace(
+            recipes[0], evictions=evictions, observers=observers, hooks=hooks, protected=protected_by(recipes)
+        )
 
     def _phase(self, press: BasePress | None, phase: str, model: ModelFacts | None) -> Recipe:
         """Return the recipe of a press, with its evictions limited to one phase, "prompt" or "decoding"."""
@@ -140,6 +142,11 @@ class PrefillDecodingPress(BasePress):
                 replace(e, schedule=replace(e.schedule, every=None)) for e in recipe.evictions if e.schedule.prompt
             ]
         else:
+            if recipe.pattern is not None or recipe.dropping is not None:
+                raise ValueError(
+                    f"{name} has a part that reads prompts with a pattern or drops their tokens, and decoding_press acts while "
+                    "tokens are generated: give that part to prefilling_press, or compose it with `+`"
+                )
             steps = [e for e in recipe.evictions if e.schedule.every is not None]
             if not steps:
                 raise ValueError(

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from kvpress.core.checks import Share
+from kvpress.core.compose import protected_by
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BasePress, ScorerAround, Wrapping
-from kvpress.core.recipe import Eviction
+from kvpress.core.recipe import Eviction, Recipe
 from kvpress.core.registry import Refusal, register
 from kvpress.core.scoring import Scored, Scorer
 from kvpress.observe.observer import Wanted
@@ -60,6 +61,10 @@ class MixPress(Wrapping):
         self.other.validate()
         super().validate()
 
+    def recipe(self, model: ModelFacts | None = None) -> Recipe:
+        recipe = super().recipe(model)
+        return replace(recipe, protected=protected_by((recipe, self.other.recipe(model))))
+
     def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
         recipe, name = self.other.recipe(model), type(self.other).__name__
         plain = recipe.codec is None and recipe.selector is None and len(recipe.evictions) == 1
@@ -71,7 +76,8 @@ class MixPress(Wrapping):
                 raise TypeError(
                     f"{type(press).__name__} chooses pairs in a way of its own, which mixed scores would undo"
                 )
-        if second.prepare is not None or second.rewrites:
+        extras = recipe.pattern, recipe.dropping, second.prepare, second.among
+        if extras != (None,) * 4 or second.rewrites or recipe.hooks or recipe.observers:
             raise TypeError(f"{name} does more than score pairs: give it as the first press, or compose it with `+`")
         if not second.amount.keeps_all or second.allocator.decides:
             raise ValueError(

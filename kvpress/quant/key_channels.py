@@ -44,7 +44,7 @@ class ThinCodec(Codec):
         stream = segment.layout.stream_of_row.to(segment.device)
         channels = self.channels(segment, sealing, stream)
         keys = segment.keys.gather(1, channels.long()[stream])
-        return ThinnedSegment(keys, segment.values, channels, segment.layout, dim=segment.keys.shape[1])
+        return ThinnedSegment(keys, segment.values.detach(), channels, segment.layout, dim=segment.keys.shape[1])
 
     def pair_bytes(self, dim: int, dtype: torch.dtype) -> float:
         return (self.width(dim) + dim) * dtype.itemsize

@@ -69,7 +69,8 @@ class RotatedPress(QuantisingPress):
     sinks: Size = 0
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
-        return replace(super().recipe(model), aids=(GRAM,))
+        weighs = any(keys in WEIGHED_BITS for keys, _ in self.layer_bits().pairs)
+        return replace(super().recipe(model), aids=(GRAM,) if weighs else ())
 
     def layer_codec(self, layer: int) -> CentredCodec:
         return CentredCodec(self.layer_bits().at(layer), self.residual_length, self.sinks)
@@ -144,7 +145,8 @@ class SteppedRows(Held):
             z, step[rows] = _nearest(rotated(rows), bits)
             codes[rows] = (z + top_code / 2).to(torch.uint8)
         if gram is not None and len(side):
-            metric = QueryMetric(basis.T @ gram.flatten(0, 1).float() @ basis)
+            turn = basis.double()  # products of float32 numbers may be rounded to 16 bits
+            metric = QueryMetric(turn.T @ gram.flatten(0, 1).double() @ turn)
             for index, real in _by_stream(layout, max(1, block // layout.streams), side.device):
                 z, fitted = metric.fit(rotated(index), codes[index] - top_code / 2, step[index], top_code)
                 codes[index[real]] = (z[real] + top_code / 2).to(torch.uint8)

@@ -38,10 +38,10 @@ class SelectorWrapperPress(BasePress):
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
         inner, name, wrapper = self.press.recipe(model), type(self.press).__name__, type(self).__name__
         choose = inner.selector
-        if choose is None or inner.codec is not None or inner.evictions or inner.offloads:
+        if choose is None or inner.codec is not None or inner.evictions or inner.offloads or inner.dropping is not None:
             raise TypeError(
                 f"{wrapper} needs a selector alone, such as QuestPress(budget=1024), got {name}; write presses that evict, "
-                "encode or offload outside of it"
+                "drop tokens, encode or offload outside of it"
             )
 
         def at(layer: int) -> Selector | None:

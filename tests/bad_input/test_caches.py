@@ -12,7 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import kvpress
 from tests.bad_input.refusals import forward, generate, read_first, refused
-from tests.models import COMMON, tiny_model, tokens
+from tests.models import COMMON, padded_batch, tiny_model, tokens
 
 
 def test_13_new_ids_without_the_mask_of_the_whole_sequence() -> None:
@@ -23,6 +23,20 @@ def test_13_new_ids_without_the_mask_of_the_whole_sequence() -> None:
         run = lambda m=mask: generate(model, "knorm:0.5", tokens(2, 4), past_key_values=cache, attention_mask=m)  # noqa: E731
         refused(model, run, ValueError, *words)
     assert cache.get_seq_length() == 10
+
+
+@pytest.mark.parametrize("new", [1, 5])
+@pytest.mark.parametrize("spec", ["none", "knorm:0.5", "kivi:bits=4,group_size=4,residual_length=4"])
+def test_13_padded_rows_without_their_mask(spec: str, new: int) -> None:
+    """Their padding would be read as tokens."""
+    model = tiny_model("llama")
+    cache = DynamicCache(config=model.config)
+    ids, mask = padded_batch([20, 11])
+    forward(model, spec, ids, attention_mask=mask, past_key_values=cache)
+    words = ["begin with padding", f"pass attention_mask [batch, {20 + new}]"]
+    refused(model, lambda: forward(model, spec, tokens(2, new), past_key_values=cache), ValueError, *words)
+    mask = torch.cat([mask, mask.new_ones(2, new)], dim=1)
+    forward(model, spec, tokens(2, new), attention_mask=mask, past_key_values=cache)
 
 
 def test_14_nothing_new() -> None:

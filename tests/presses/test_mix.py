@@ -63,6 +63,8 @@ def test_pairs_protected_by_either_press_stay() -> None:
         ("mix(knorm:0.5; chunkkv(snapkv))", "chooses pairs in a way of its own"),
         ("mix(knorm:0.5; keydiff):how=mean", "how must be 'rank' or 'max'"),
         ("mix(knorm:0.5; kvzip)", "does more than score|reads"),
+        ("mix(knorm:0.5; keydiff + minference:vertical=16,slash=32)", "does more than score"),
+        ("mix(knorm:0.5; keydiff + fastv:0.5,layer=1,tokens=4:26)", "does more than score"),
         ("mix(knorm:0.5)", "needs|missing"),
     ],
 )

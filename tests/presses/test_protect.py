@@ -124,6 +124,8 @@ def test_protected_pairs_stay_in_chunks_turns_and_while_decoding(spec: str) -> N
     [
         "protect(knorm:0.5):tokens=3:7 10:12 + keydiff:0.3",
         "adakv(protect(knorm:0.7):tokens=3:7 10:12)",
+        "mix(protect(knorm:0.7):tokens=3:7 10:12; keydiff)",
+        "mix(knorm:0.7; protect(keydiff):tokens=3:7 10:12)",
         "prefill_decoding(protect(knorm:0.7):tokens=3:7 10:12; decoding(knorm):compression_interval=4,target_size=9)",
     ],
 )

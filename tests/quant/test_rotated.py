@@ -12,8 +12,13 @@ from kvpress.cache.attention import Logits, attend
 from kvpress.cache.codec import Sealing
 from kvpress.cache.layout import Layout
 from kvpress.cache.segment import DenseSegment, Segment
+from kvpress.cache.store import KVStore
+from kvpress.hf.models import with_cache
+from kvpress.hf.session.requests import Request, here
+from kvpress.hf.session.session import session
 from kvpress.kernels import Packed, unpack
 from kvpress.kernels.cpu import build, launch
+from kvpress.observe.call import AttentionLayer, LayerCall, NewTokens
 from kvpress.observe.queries import QueryGram
 from kvpress.quant.hadamard import hadamard
 from kvpress.quant.rotated import GRAM, CentredCodec, RotatedSegment, SteppedRows
@@ -247,6 +252,68 @@ def test_the_queries_are_watched_and_their_moments_dropped_with_the_prompt(
     assert grams
     assert all(bool(gram.isfinite().all()) for gram in grams)
     assert all(GRAM not in getattr(layer, "store", cache).__dict__.get("observers", {}) for layer in cache.layers)
+
+
+def test_autocast_changes_neither_moments_nor_codes() -> None:
+    """Sums of 16 bits, of queries that mostly look in one direction, have no Cholesky factor."""
+    queries = torch.randn(1, 2, 500, 64, generator=torch.Generator().manual_seed(0))
+    queries[..., 3], queries[..., 40] = 200.0, -200.0
+    keys = torch.randn(1, 1, 80, 64, generator=torch.Generator().manual_seed(1))
+    encoded = []
+    for autocast in (False, True):
+        store, watched = KVStore(keys, keys), QueryGram()
+        store.append(keys, keys)
+        layer = AttentionLayer(torch.nn.Module(), 0, 1)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            watched.observe(LayerCall(layer, NewTokens(0), store, {}, keys, queries=queries))
+            store.observers[GRAM] = watched
+            store.settle(CentredCodec((4, 4), 0), Sealing(1), turn=True)
+        encoded.append(store.segments[0])
+    assert all(isinstance(segment, RotatedSegment) for segment in encoded)
+    for side in ("keys", "values"):
+        plain, other = (getattr(segment, side) for segment in encoded)
+        assert torch.equal(plain.codes, other.codes)
+        assert torch.equal(plain.step, other.step)
+
+
+@pytest.mark.parametrize(("bits", "skipped"), [("3", "1"), ("(4,2,4)", "()"), ("2", "()")])
+def test_queries_are_watched_only_where_keys_are_rounded_for_them(bits: str, skipped: str) -> None:
+    """No moments stay in a layer without a codec, which would keep those of every turn."""
+    model, watching = tiny_model("llama"), []
+    press = kvpress.get_press(f"rotated:bits={bits},residual_length=0,skip_layers={skipped}")
+    cache = DynamicCache(config=model.config)
+    observe = QueryGram.observe
+
+    def note(self: QueryGram, call: LayerCall) -> None:
+        watching.append(call.layer.index)
+        observe(self, call)
+
+    with pytest.MonkeyPatch.context() as patch, press(model):
+        patch.setattr(QueryGram, "observe", note)
+        for turn in range(2):
+            model(tokens(1, 20, seed=turn), **with_cache(cache))
+    assert set(watching) == {"3": {0, 2}, "(4,2,4)": {0, 1, 2}, "2": set()}[bits]
+    assert all(GRAM not in layer.store.observers for layer in cache.layers)
+
+
+def test_queries_that_were_taken_back_do_not_count() -> None:
+    """A prompt in chunks that fails, is taken back, and goes on with other tokens."""
+    model, press = tiny_model("llama"), kvpress.get_press("rotated:bits=4,residual_length=0")
+    first, wrong, right = tokens(1, 16), tokens(1, 16, seed=1), tokens(1, 16, seed=2)
+    grams = []
+    for again in (False, True):
+        cache = DynamicCache(config=model.config)
+        with session(press, model) as current, pytest.MonkeyPatch.context() as patch:
+            request = Request(model, current, cache=cache, prompt_end=48)
+            patch.setattr(here, "request", request)
+            if again:
+                model(wrong, **with_cache(cache))
+                cache.crop(-16)
+            model(first, **with_cache(cache))
+            model(right, **with_cache(cache))
+            grams.append([layer.store.observers[GRAM].gram for layer in cache.layers])
+    for plain, taken_back in zip(*grams, strict=True):
+        torch.testing.assert_close(plain, taken_back)
 
 
 def test_padding_does_not_count_among_the_queries(monkeypatch: pytest.MonkeyPatch) -> None:

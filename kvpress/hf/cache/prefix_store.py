@@ -19,6 +19,7 @@ from filelock import FileLock
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_utils import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 import kvpress
 from kvpress.cache.report import format_bytes, parse_bytes
@@ -27,7 +28,7 @@ from kvpress.core.press import BasePress
 from kvpress.core.spec import get_press, own_code
 from kvpress.hf.cache.files import load, plain_press, save
 from kvpress.hf.cache.info import cache_info
-from kvpress.hf.fingerprint import configuration
+from kvpress.hf.fingerprint import configuration, digest_of_tokenizer
 from kvpress.hf.generation.prompts import read_prompt
 from kvpress.hf.models import facts_of, new_cache
 from kvpress.hf.shards import shards_of
@@ -98,20 +99,21 @@ class PrefixStore:
         mask: Tensor | None = None,
         *,
         turns: bool = False,
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> DynamicCache:
         """Return the cache of `ids [B, n]` under a press, from the store as far as possible; store it if tokens were read.
 
         `press` may be a spec; None keeps every pair, as `none` does. `mask [B, n]` marks real tokens if rows are padded on the
-        left.
+        left. `tokenizer` finds tags and roles, instead of the tokenizer in the model's folder; it is then a part of the key.
         """
-        folder = self._folder(model, press)
+        folder = self._folder(model, press, tokenizer)
         with self._reading(model, folder, ids, mask):
             entry = self._find(folder, model, press, ids, mask, turns)
             cache, seen = (new_cache(model), 0) if entry is None else (entry.cache, entry.length)
             if seen == ids.shape[1]:
                 return cache
             real = torch.ones_like(ids) if mask is None else mask
-            read_prompt(model, _or_none(press), cache, ids[:, seen:], real)
+            read_prompt(model, _or_none(press), cache, ids[:, seen:], real, tokenizer=tokenizer)
             self._keep(folder, model, press, ids, cache, mask)
             return cache
 
@@ -269,10 +271,17 @@ class PrefixStore:
                 files.append((state.st_mtime, state.st_size, path))
         return files
 
-    def _folder(self, model: PreTrainedModel, press: BasePress | str | None) -> Path:
+    def _folder(
+        self,
+        model: PreTrainedModel,
+        press: BasePress | str | None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> Path:
         """Return the folder of a model and a press. The weights are sampled anew each time, since they may have changed."""
         plain, code = plain_press(_or_none(press)), own_code(_or_none(press))
         key = [identify(facts_of(model)), configuration(model), str(model.dtype), plain, code, _files_in(plain)]
+        if tokenizer is not None and _reads_words(_or_none(press)):
+            key.append(digest_of_tokenizer(tokenizer))
         text = json.dumps([*key, kvpress.__version__], sort_keys=True)
         return self.folder / hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -280,6 +289,12 @@ class PrefixStore:
         folder = self.folder / ".locks"
         folder.mkdir(exist_ok=True)
         return FileLock(folder / name)
+
+
+def _reads_words(press: BasePress) -> bool:
+    """Whether the effect of a press depends on a tokenizer: it finds spans by words, or reads an instruction."""
+    recipe = press.recipe()
+    return recipe.reads_tokens or any(step.prepare is not None for step in recipe.evictions)
 
 
 def _or_none(press: BasePress | str | None) -> BasePress:

@@ -81,7 +81,7 @@ def read_text(
     ids, press = text_ids(model, tokenizer, text), get_press(press)
     check_positions(model.config, ids.shape[1], "give a shorter text", recipe=press.recipe())
     cache = new_cache(model)
-    read_prompt(model, press, cache, ids, torch.ones_like(ids))
+    read_prompt(model, press, cache, ids, torch.ones_like(ids), tokenizer=tokenizer)
     return cache, ids
 
 

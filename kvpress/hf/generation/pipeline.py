@@ -275,6 +275,11 @@ class KVPressTextGenerationPipeline(Pipeline):
         before = cache.get_seq_length()
         if before and ids.shape[1] and len(ids) > 1 and not bool(mask.all()):
             raise ValueError("a cache that already holds tokens can only be continued by contexts of equal length")
+        if before and any(getattr(layer, "padded", False) for layer in cache.layers):
+            raise ValueError(
+                "this cache holds contexts of different lengths, whose padding is not known any more: read each context into a "
+                "cache of its own to continue it"
+            )
         mask = torch.cat([mask.new_ones(len(ids), before), mask], dim=1)
         if ids.shape[1]:
             cache = self._read(ids, mask, press, cache, prefix_store)
@@ -328,7 +333,7 @@ class KVPressTextGenerationPipeline(Pipeline):
         """Read contexts and return their cache, from the store or `cache`; `mask` includes the tokens that `cache` has seen."""
         before = cache.get_seq_length()
         if prefix_store is not None:
-            cache = prefix_store.read(self.model, press, ids, mask)
+            cache = prefix_store.read(self.model, press, ids, mask, tokenizer=self.tokenizer)
         else:
             applied, evict = press or BasePress(), press is not None
             read_prompt(self.model, applied, cache, ids, mask, evict=evict, tokenizer=self.tokenizer)

@@ -89,16 +89,27 @@ class CapturedForward(threading.local):
         if arguments.get("position_ids") is None:
             arguments["position_ids"] = torch.full((1, 1), stores[0].seen, device=ids.device)
         inputs = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-        for store in stores:
-            store.count_token()
-        self.real_tokens = real
-        with _one_at_a_time:
-            outputs = self.replay(cursors, inputs, {n: v for n, v in arguments.items() if n not in inputs})
-        for call in self.calls:
-            call.tokens.mask, call.tokens.seen_before = None if real is None else real.real, call.store.seen - 1
-            self.session.follow(call)
-        if self.session.follows:
-            self.session.finish(arguments[CACHE], self.calls, ids, arguments["position_ids"])
+        seen, self.real_tokens = stores[0].seen, real
+        try:
+            for store in stores:
+                store.count_token()
+            with _one_at_a_time:
+                outputs = self.replay(cursors, inputs, {n: v for n, v in arguments.items() if n not in inputs})
+        except BaseException:
+            for store in stores:
+                store.restart_at(seen)
+            self.replay.forget()
+            raise
+        try:
+            for call in self.calls:
+                call.tokens.mask, call.tokens.seen_before = None if real is None else real.real, seen
+                self.session.follow(call)
+            if self.session.follows:
+                self.session.finish(arguments[CACHE], self.calls, ids, arguments["position_ids"])
+        except BaseException:
+            for layer in arguments[CACHE].layers:
+                layer.interrupted = seen
+            raise
         return self.kind(**outputs, **self.rest)
 
     def _step(self, inputs: dict[str, Tensor], settings: dict[str, Any]) -> Outputs:
@@ -117,7 +128,8 @@ class CapturedForward(threading.local):
         cache, ids, mask = (arguments.get(name) for name in (CACHE, "input_ids", "attention_mask"))
         if not isinstance(cache, Cache) or not isinstance(ids, Tensor) or torch.is_grad_enabled():
             return []
-        stores = [layer.store for layer in cache.layers if isinstance(layer, PressLayer) and layer.store is not None]
+        layers = [layer for layer in cache.layers if isinstance(layer, PressLayer)]
+        stores = [layer.store for layer in layers if layer.store is not None]
         seen, config, request = cache.get_seq_length(), self.session.model.config, self._request()
         # Models of several modalities count positions in their own way.
         has_positions = arguments.get("position_ids") is not None or config.get_text_config() is config
@@ -127,7 +139,11 @@ class CapturedForward(threading.local):
             and tuple(ids.shape) == (stores[0].batch, 1)
             and all(store.seen == seen for store in stores)
             and seen >= (0 if request is None else request.prompt_end)
-            and (mask is None or (isinstance(mask, Tensor) and tuple(mask.shape) == (stores[0].batch, seen + 1)))
+            and (
+                not any(layer.padded for layer in layers)  # refused by the pass
+                if mask is None
+                else isinstance(mask, Tensor) and tuple(mask.shape) == (stores[0].batch, seen + 1)
+            )
             and arguments.get("return_dict") is not False
         )
         return stores if fits else []

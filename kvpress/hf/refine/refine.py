@@ -145,7 +145,7 @@ def refine_text(
     with torch.random.fork_rng(devices=[ids.device] if ids.device.type == "cuda" else []):
         torch.manual_seed(seed)
         cache, _ = read_text(model, tokenizer, press, text)
-    with _frozen(model), session(press, model, evict=False, private=True) as current:
+    with _frozen(model), session(press, model, evict=False, private=True, tokenizer=tokenizer) as current:
         trained = TrainableCache(current, cache, ids[:, :1])
     full, _ = read_text(model, tokenizer, "none", text)
     study = SelfStudy(model, tokenizer, text, ids, full)

@@ -357,6 +357,23 @@ def check_forward(
     return seen + int(new.shape[1])
 
 
+def check_mask_of_padded(args: tuple[Any, ...], kwargs: dict[str, Any], tokens: int) -> None:
+    """Refuse a pass without a mask over a cache whose rows begin with padding; the cache has seen `tokens` tokens after it."""
+    cache = cache_among((*kwargs.values(), *args))
+    padded = cache is not None and any(vars(layer).get("padded", False) for layer in cache.layers)
+    if (
+        padded
+        and len(args) < 2
+        and kwargs.get("attention_mask") is None
+        and cache is not None
+        and cache.get_seq_length()
+    ):
+        raise ValueError(
+            f"rows of this cache begin with padding, which would be read as tokens: pass attention_mask [batch, {tokens}], 0 "
+            "for padding and 1 for all other tokens of the cache and new ones"
+        )
+
+
 def check_known_tokens(cache: Cache, seen: int) -> None:
     """Refuse to find spans in a cache that has seen tokens of unknown ids."""
     store = next((layer.store for layer in cache.layers if getattr(layer, "store", None) is not None), None)

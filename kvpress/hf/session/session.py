@@ -37,7 +37,7 @@ from kvpress.hf.positions import reach, warn_past_positions
 from kvpress.hf.session import token_dropping
 from kvpress.hf.session.base import BaseSession, OpenBlock
 from kvpress.hf.session.candidate_passes import read_in_parts
-from kvpress.hf.session.checks import check_forward, check_model
+from kvpress.hf.session.checks import check_forward, check_mask_of_padded, check_model
 from kvpress.hf.session.chunked_prefill import ChunkedForward
 from kvpress.hf.session.compiled import original
 from kvpress.hf.session.image_merging import merge_prompt
@@ -245,6 +245,8 @@ class Session(BaseSession):
             until = forward.prompt_length(cache_among((*kwargs.values(), *args))) if self.evict else None
             has_ids = forward.ids_among(args, kwargs) is not None
             tokens = check_forward(self.recipe, args, kwargs, self.model.config, until, self.cached, has_ids)
+            if forward.static is None:
+                check_mask_of_padded(args, kwargs, tokens)
             self.note_length(self.recipe, tokens, kwargs)
             token_dropping.check_pass(self, forward, args, kwargs)
 
@@ -327,16 +329,18 @@ class Session(BaseSession):
         watched = self.executor.watched[call.phase]
         if any(not observation.by_token for observation in watched):
             call.keep_store(call.tokens.seen_before)
-        for observation in (*watched, *(self.aids if call.phase == "prefill" else ())):
+        for observation in (*watched, *self._aids(call)):
             if observation not in call.store.observers:
                 call.store.observers[observation] = observation.make()
             call.store.observers[observation].observe(call)
 
-    @property
-    def aids(self) -> tuple[Wanted, ...]:
-        """Observers of a prompt's queries that its codec rounds better with; none where these queries cannot be watched."""
-        watches = self.evict and not self.reads_itself and self.recipe.dropping is None
-        return self.recipe.aids if watches else ()
+    def _aids(self, call: LayerCall) -> tuple[Wanted, ...]:
+        """Return the observers of a prompt's queries that the codec of a layer rounds better with.
+
+        None without a codec, and where the queries of the whole prompt cannot be watched.
+        """
+        watches = call.phase == "prefill" and self.evict and not self.reads_itself and self.recipe.dropping is None
+        return self.recipe.aids if watches and self.layers[id(call.layer.module)].codec is not None else ()
 
     @property
     def follows(self) -> bool:
@@ -347,7 +351,11 @@ class Session(BaseSession):
         """Finish the call of an attention module, and return its output, which a user's hook may have replaced."""
         if id(module) not in self.layers:
             return output
+        output = self._after(forward, module, output)
         forward.modules_left -= 1
+        return output
+
+    def _after(self, forward: Forward, module: nn.Module, output: Any) -> Any:
         call = forward.release()
         if call is None:
             if forward.cache is not None and forward.watch is None:
@@ -394,7 +402,7 @@ class Session(BaseSession):
         store, plan = call.store, self.layers[id(call.layer.module)]
         held = [*self.recipe.held_observers, *((TOKENS,) if self.follows else ())]
         if call.phase == "prefill" and self.evict:
-            store.forget([*held, *self.aids])
+            store.forget([*held, *self._aids(call)])
         if plan.codec is not None:
             if call.phase == "prefill":
                 check_finite(store.window.filled_keys, store.window.filled_values, call.layer.index)
