@@ -227,6 +227,12 @@ def plan_command(
         notes = [f"{spec}: {left_whole_note(get_press(spec))}"] if left_whole(get_press(spec), *sizes_of_rows) else []
         for note in (*assumed_sizes(get_press(spec)), *notes):
             print_text(console, note)
+        if planned.decode_peak_bytes > planned.total_bytes:
+            print_text(
+                console,
+                f"{spec}: the cache grows to {format_bytes(planned.decode_peak_bytes)} between evictions while tokens are "
+                "generated",
+            )
         share = planned.tail_bytes / planned.total_bytes
         if share >= _TAIL:
             message = (
