@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import kvpress
-from kvpress.core.spec import own_code
+from kvpress.core.spec import own_digest
 from kvpress.counts import parse_seconds
 from kvpress_eval.common.errors import BusyError, ConfigError, OutputError
 from kvpress_eval.common.files import differences, read_object
@@ -83,8 +83,10 @@ class PressRows:
         self.batches, self.presses, self.press_seconds = batches, presses, press_seconds
         self._store = store
         self._rows: dict[str, Row] = {}
-        # A press of the user is named with the digest of its code.
-        self._labels = {press: " ".join(filter(None, (press, own_code(kvpress.get_press(press))))) for press in presses}
+        # A press with code or files of the user is named with their digest.
+        self._labels = {
+            press: " ".join(filter(None, (press, own_digest(kvpress.get_press(press))))) for press in presses
+        }
 
     @property
     def names(self) -> list[str]:

@@ -14,6 +14,7 @@ from rich.console import Console
 import kvpress
 from kvpress.cache.report import format_bytes, parse_bytes
 from kvpress.core.registry import STATUSES
+from kvpress.core.spec import code_of
 from kvpress.plan import Geometry
 from kvpress.terminal import print_text
 from kvpress_eval.common.errors import BusyError, ConfigError
@@ -22,7 +23,7 @@ from kvpress_eval.config.schema import RAY, RunConfig
 from kvpress_eval.results.cells import CellResult
 from kvpress_eval.results.guarantee import Guarantee, guarantees, least_contexts
 from kvpress_eval.results.stats import better
-from kvpress_eval.results.store import CellStore
+from kvpress_eval.results.store import CODE, CellStore
 from kvpress_eval.results.verdict import Margin, points
 from kvpress_eval.run.environment import now
 from kvpress_eval.run.estimate import shape_of
@@ -520,6 +521,7 @@ def _lengths(split: Split) -> tuple[int, ...]:
 
 def _identity(config: RunConfig, wishes: Wishes, engine: Engine, split: Split) -> dict[str, Any]:
     """Return all settings that the scores of a search depend on."""
+    code = code_of(entry.press for entry in kvpress.list_presses())
     return {
         "kvpress": kvpress.__version__,
         "model": config.model,
@@ -536,6 +538,8 @@ def _identity(config: RunConfig, wishes: Wishes, engine: Engine, split: Split) -
         "data": split.identity,
         **({"max_context_length": config.max_context_length} if config.max_context_length else {}),
         **({"model_kwargs": config.model_kwargs} if config.model_kwargs else {}),
+        # A press of the user may change under the same name.
+        **({CODE: code} if code else {}),
     }
 
 
