@@ -10,7 +10,6 @@ from kvpress_eval.results.stats import (
     holm,
     mean_interval,
     paired_difference,
-    paired_difference_bounds,
     paired_p_value,
 )
 from scipy import stats as scipy_stats
@@ -53,6 +52,24 @@ def test_groups_without_spread_are_resampled_together() -> None:
     assert estimate.low < 0.4 < 0.6 < estimate.high
 
 
+def test_groups_of_one_sample_are_not_certain() -> None:
+    """A run with one sample for each of several tasks: the spread lies between the tasks, as for one group of all."""
+    scores = [1.0, 0.0, 1.0, 1.0, 0.0, 1.0]
+    pairs = [[(score, 1.0)] for score in scores]
+    together = paired_difference([[pair for group in pairs for pair in group]])
+    assert paired_difference(pairs) == together
+    assert together.low < -1 / 3 < together.high
+    assert mean_interval([[score] for score in scores]) == mean_interval([scores])
+    mixed = paired_difference([[(1.0, 1.0)] * 5, *pairs])
+    assert mixed.mean == pytest.approx(-2 / 7)
+    assert mixed.low < mixed.mean - 0.1 < mixed.mean + 0.1 < mixed.high
+    apart = paired_difference([[(1.0, 1.0)] * 4, [(0.0, 1.0)] * 4])
+    assert apart.low < apart.mean - 0.1 < -0.5 + 0.1 < apart.high
+    wide = mean_interval([[0.0], [1.0, 1.0, 0.0]])
+    assert wide.mean == pytest.approx(1 / 3)
+    assert 0 == wide.low < wide.mean < wide.high <= 1
+
+
 def test_every_group_counts_alike() -> None:
     assert mean_interval([[1.0, 0.0], [1.0] * 98 + [0.0] * 2]).mean == pytest.approx(0.74)
 
@@ -66,7 +83,8 @@ def test_pairing_removes_common_variation() -> None:
     assert estimate.high < 0
     assert estimate.high - estimate.low < 0.1
     same = paired_difference([[(1.0, 1.0), (0.0, 0.0)]])
-    assert (same.mean, same.low, same.high) == (0, 0, 0)
+    assert same.mean == 0
+    assert -same.low == same.high == pytest.approx(1 - 0.025 ** (1 / 2))
 
 
 def test_p_values_count_all_exchanges() -> None:
@@ -127,11 +145,9 @@ def test_intervals_do_not_depend_on_the_order() -> None:
 
 
 def test_few_equal_pairs_are_not_certain() -> None:
-    assert paired_difference([[(1.0, 1.0)]]).high == 0.0
     for count in (1, 2, 40):
-        estimate = paired_difference_bounds([(1.0, 1.0)] * count)
+        estimate = paired_difference([[(1.0, 1.0)] * count])
         assert estimate.mean == 0.0
         assert -estimate.low == estimate.high == pytest.approx(1 - 0.025 ** (1 / count))
-    assert paired_difference_bounds([(0.0, 1.0)] * 3).low == -1.0
-    mixed = [(1.0, 1.0), (0.0, 1.0), (1.0, 0.0), (1.0, 1.0)]
-    assert paired_difference_bounds(mixed) == paired_difference([mixed])
+        assert paired_difference([[(1.0, 1.0)]] * count) == estimate
+    assert paired_difference([[(0.0, 1.0)] * 3]).low == -1.0
