@@ -494,7 +494,7 @@ def _check_can_guarantee(wishes: Wishes, split: Split) -> None:
         return
     contexts: dict[str, int] = {}
     for part in split.held_out:
-        contexts[part.task] = contexts.get(part.task, 0) + len(part.contexts)
+        contexts[part.task] = contexts.get(part.task, 0) + len(set(part.documents))
     task, fewest = min(contexts.items(), key=lambda item: item[1])
     needed = least_contexts(wishes.margin, wishes.confidence, FINALISTS)
     if fewest < needed:

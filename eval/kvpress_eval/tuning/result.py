@@ -135,11 +135,14 @@ def _pairs_by_task(
 
 
 def losses_by_context(cells: Sequence[CellResult], held_out: Sequence[SplitPart]) -> dict[str, dict[str, list[float]]]:
-    """Return by press and task the mean loss against the full cache of each context, for presses with complete cells."""
+    """Return by press and task the mean loss against the full cache of each context, for presses with complete cells.
+
+    Contexts from one document count as one.
+    """
     context_of = {
-        (part.task, item.id): (part.length, number)
+        (part.task, item.id): (part.length, document)
         for part in held_out
-        for number, items in enumerate(part.contexts)
+        for document, items in zip(part.documents, part.contexts, strict=True)
         for item in items
     }
     full: dict[str, dict[str, float]] = {}
