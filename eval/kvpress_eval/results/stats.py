@@ -159,7 +159,13 @@ def _mean_of_means(*groups: NDArray[np.float64], axis: int) -> NDArray[np.float6
     return np.mean([group.mean(axis=axis) for group in groups], axis=0)
 
 
-def better(pairs: Sequence[tuple[float, float]]) -> bool:
-    """Whether the first scores have the larger sum, significantly if there are enough pairs for a significant result."""
+def better(pairs: Sequence[tuple[float, float]], looks: int = 1, is_last: bool = True) -> bool:
+    """Whether the first scores have the larger sum, significantly at one of `looks` looks at growing numbers of pairs.
+
+    Guessing passes one of the looks with a probability of at most `ALPHA`. The last look does without significance if it has too
+    few pairs for any.
+    """
+    level = 2 * ALPHA / looks  # the p-value counts both directions
     larger = sum(first for first, _ in pairs) > sum(second for _, second in pairs)
-    return larger and (0.5 ** (len(pairs) - 1) > ALPHA or paired_p_value([pairs]) < ALPHA)
+    too_few = 0.5 ** (len(pairs) - 1) >= level
+    return larger and (is_last if too_few else paired_p_value([pairs]) < level)

@@ -220,7 +220,8 @@ class _Tuning:
         """Raise ConfigError if the full cache scores no better than the cache of another context."""
         first, pairs = 0, []
         num_contexts = min(len(part.contexts) for part in self.split.searched)
-        for contexts in rungs(num_contexts):
+        looks = rungs(num_contexts)
+        for contexts in looks:
             for part in self.split.searched:
                 for place in range(first, contexts):
                     self._stop_if_asked()
@@ -233,7 +234,7 @@ class _Tuning:
                         for item, swapped_item in zip(items, swapped, strict=True)
                     ]
             first = contexts
-            if better(pairs):
+            if better(pairs, len(looks), is_last=contexts == looks[-1]):
                 return
             own_score, swapped_score = (100 * sum(pair[side] for pair in pairs) / len(pairs) for side in (0, 1))
             scores = (

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from kvpress_eval.results.stats import (
     PERMUTATIONS,
+    better,
     holm,
     mean_interval,
     paired_difference,
@@ -151,3 +152,22 @@ def test_few_equal_pairs_are_not_certain() -> None:
         assert -estimate.low == estimate.high == pytest.approx(1 - 0.025 ** (1 / count))
         assert paired_difference([[(1.0, 1.0)]] * count) == estimate
     assert paired_difference([[(0.0, 1.0)] * 3]).low == -1.0
+
+
+@pytest.mark.parametrize("chance", [0.1, 0.5])
+def test_guesses_are_rarely_better(chance: float) -> None:
+    """Pairs of guesses are looked at again and again, as `tune` does, which must not let more than 5% of them pass."""
+    rng, looks, passed = np.random.default_rng(0), (2, 4, 8, 16, 32), 0
+    for _ in range(100):
+        scores = (rng.random((32, 2)) < chance).astype(float).tolist()
+        pairs = [(ours, theirs) for ours, theirs in scores]
+        passed += any(better(pairs[:count], len(looks), is_last=count == looks[-1]) for count in looks)
+    assert passed <= 9  # of 100; the binomial limit at 5%
+
+
+def test_few_right_answers_are_better() -> None:
+    assert better([(1.0, 0.0)] * 2)
+    assert not better([(1.0, 0.0)] * 2, looks=5, is_last=False)
+    assert better([(1.0, 0.0)] * 8, looks=5, is_last=False)
+    assert not better([(0.0, 0.0)] * 8)
+    assert not better([(1.0, 0.0), *[(0.0, 0.0)] * 20])
