@@ -162,7 +162,7 @@ def _mean_of_means(*groups: NDArray[np.float64], axis: int) -> NDArray[np.float6
 def better(pairs: Sequence[tuple[float, float]], looks: int = 1, is_last: bool = True) -> bool:
     """Whether the first scores have the larger sum, significantly at one of `looks` looks at growing numbers of pairs.
 
-    Guessing passes one of the looks with a probability of at most `ALPHA`. The last look does without significance if it has too
+    Guessing passes one of the looks with a probability of at most `ALPHA`. The last look needs no significance if it has too
     few pairs for any.
     """
     level = 2 * ALPHA / looks  # the p-value counts both directions

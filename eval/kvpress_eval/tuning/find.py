@@ -141,6 +141,8 @@ def tune(config: RunConfig, wishes: Wishes, console: Console, engine: Engine | N
         raise ConfigError(
             "engine ray loads the model on each machine: give its name, not a model that is loaded already"
         )
+    if config.depths:
+        raise ConfigError("a search takes one depth: give depth, or neither for answers anywhere in the context")
     config, by_likelihood = _with_data(config, wishes)
     settings = engine.model.config if engine else read_settings(config)
     check_lengths(config, settings, wishes.context)
@@ -439,6 +441,12 @@ def _with_data(config: RunConfig, wishes: Wishes) -> tuple[RunConfig, bool]:
     if "tasks" in config.model_fields_set:
         raise ConfigError("give data or tasks, not both: data are tasks of your own, as file:PATH is")
     if not has_answers(wishes.data):
+        ignored = [name for name in ("question_aware", "max_context_length", "data_dir") if getattr(config, name)]
+        if ignored:
+            raise ConfigError(
+                f"{wishes.data} holds texts without questions, to which {', '.join(ignored)} cannot apply: leave that out; "
+                "lengths cuts the texts"
+            )
         return config, True
     return config.model_copy(update={"tasks": (f"{FILE_PREFIX}{wishes.data}",)}), False
 
