@@ -395,6 +395,21 @@ def test_the_longest_context_fits_and_a_longer_one_does_not(spec: str, batch: in
     assert longest_context(press, model, 0, batch) == 0
 
 
+def test_a_plan_replaces_no_file_by_mistake(tmp_path: Path) -> None:
+    config, out = tmp_path / "config.json", tmp_path / "plan.json"
+    tiny_model("llama").config.to_json_file(config)
+    arguments = ["plan", "--model", str(config), "--context", "64", "--press", "none", "--out"]
+    assert runner.invoke(app, [*arguments, str(out)]).exit_code == 0
+    result = runner.invoke(app, [*arguments, str(out)])
+    assert result.exit_code == 2
+    assert "plan.json exists: name another --out, or replace it with --force" in " ".join(result.output.split())
+    assert runner.invoke(app, [*arguments, str(out), "--force"]).exit_code == 0
+    before = config.read_text()
+    assert runner.invoke(app, [*arguments, str(config), "--force"]).exit_code == 2
+    assert config.read_text() == before
+    assert runner.invoke(app, [*arguments, str(tmp_path / "none" / "plan.json")]).exit_code == 4
+
+
 def test_a_plan_prints_the_presses_of_files(tmp_path: Path) -> None:
     (tmp_path / "press.yaml").write_text("press: knorm:0.5 + kivi:bits=4\n")
     (tmp_path / "inner.yaml").write_text("press: snapkv:0.5\n")
