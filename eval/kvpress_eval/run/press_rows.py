@@ -191,8 +191,13 @@ def open_rows(
     with store.claim() as claimed:
         if not claimed:
             raise BusyError(f"another process measures into {folder}; use another --out")
-        earlier = read_object(folder / "cell.json") or identity
-        if listed := differences(earlier, identity):
+        earlier = read_object(folder / "cell.json")
+        if earlier is None and store.rows_path.exists():
+            raise OutputError(
+                f"{folder} holds rows, and its cell.json, with their settings, cannot be read: use another --out, or remove "
+                "that folder"
+            )
+        if listed := differences(earlier or identity, identity):
             raise OutputError(
                 f"{folder} holds rows of another measurement ({listed}): use another --out, or remove that folder"
             )
