@@ -25,6 +25,21 @@ class ScoreInterval:
     high: float
 
 
+def pool(values: Sequence[float], clusters: Sequence[str]) -> list[float]:
+    """Return one value for each cluster, such as all answers about one document; their mean is that of all values.
+
+    Values of a cluster depend on each other, and counting each as independent makes intervals too narrow. The standard error of
+    the returned ones is the linearised one of a mean over clusters of different sizes.
+    """
+    groups: dict[str, list[float]] = {}
+    for value, cluster in zip(values, clusters, strict=True):
+        groups.setdefault(cluster, []).append(value)
+    if len(groups) == len(values):
+        return list(values)
+    mean, size = sum(values) / len(values), len(values) / len(groups)
+    return [mean + (sum(group) - len(group) * mean) / size for group in groups.values()]
+
+
 def mean_interval(groups: Sequence[Sequence[float]]) -> ScoreInterval:
     """Return the mean of the group means of scores in [0, 1], with its interval.
 

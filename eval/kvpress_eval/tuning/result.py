@@ -20,7 +20,7 @@ from kvpress_eval.common.terminal import MISSING, Name, number, plain_table
 from kvpress_eval.results.cells import CellResult
 from kvpress_eval.results.guarantee import Guarantee
 from kvpress_eval.results.stats import ScoreInterval, mean_interval, paired_difference
-from kvpress_eval.results.summary import summarise
+from kvpress_eval.results.summary import independent_pairs, summarise
 from kvpress_eval.results.verdict import judge, points
 from kvpress_eval.tuning.items import SplitPart
 from kvpress_eval.tuning.sizing import PlannedSize
@@ -120,7 +120,7 @@ def measured(cells: Sequence[CellResult]) -> list[Measured]:
 def _by_task(cells: Sequence[CellResult]) -> dict[str, list[list[float]]]:
     groups: dict[str, list[list[float]]] = {}
     for cell in cells:
-        groups.setdefault(cell.task, []).append(list(cell.scores.values()))
+        groups.setdefault(cell.task, []).append(cell.independent_scores)
     return groups
 
 
@@ -129,8 +129,7 @@ def _pairs_by_task(
 ) -> dict[str, list[list[tuple[float, float]]]]:
     groups: dict[str, list[list[tuple[float, float]]]] = {}
     for ours_cell, theirs_cell in zip(ours, theirs, strict=True):
-        pairs = [(score, theirs_cell.scores[sample]) for sample, score in ours_cell.scores.items()]
-        groups.setdefault(ours_cell.task, []).append(pairs)
+        groups.setdefault(ours_cell.task, []).append(independent_pairs(ours_cell, theirs_cell))
     return groups
 
 

@@ -12,6 +12,7 @@ from kvpress_eval.results.stats import (
     mean_interval,
     paired_difference,
     paired_p_value,
+    pool,
 )
 from scipy import stats as scipy_stats
 
@@ -171,3 +172,25 @@ def test_few_right_answers_are_better() -> None:
     assert better([(1.0, 0.0)] * 8, looks=5, is_last=False)
     assert not better([(0.0, 0.0)] * 8)
     assert not better([(1.0, 0.0), *[(0.0, 0.0)] * 20])
+
+
+def test_answers_about_one_document_are_not_independent() -> None:
+    """20 documents with 5 equal answers each tell as much as 20 answers; of different sizes, as the linearised error says."""
+    scores = [float(number % 3 > 0) for number in range(20)]
+    values = [score for score in scores for _ in range(5)]
+    clusters = [f"document {number // 5}" for number in range(100)]
+    assert pool(values, clusters) == pytest.approx(scores)
+    assert pool(scores, clusters[::5]) == scores
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(1, 9, size=400)
+    means = []
+    for _ in range(300):
+        chances = rng.random(400).repeat(sizes)
+        drawn = (rng.random(len(chances)) < chances).astype(float)
+        pooled = pool(drawn.tolist(), np.arange(400).repeat(sizes).astype(str).tolist())
+        assert np.mean(pooled) == pytest.approx(drawn.mean())
+        means.append(drawn.mean())
+    error = np.std(pooled, ddof=1) / np.sqrt(400)
+    assert error == pytest.approx(np.std(means), rel=0.15)
+    assert np.std(drawn, ddof=1) / np.sqrt(len(drawn)) < 0.8 * error
+    assert pool([1.0] * 3, ["a", "a", "b"]) == [1.0, 1.0]
