@@ -370,7 +370,10 @@ class _Tuning:
             timed = {"prefill_seconds": result.prefill_seconds, "seconds_per_token": result.seconds_per_token}
             figures = {key: value for key, value in asdict(result).items() if key not in ("text", "ids", *timed)}
             score = examiner.score_of(press, item)
-            rows.append({"sample": item.id, "status": "ok", "score": score, **figures, "measured": timed})
+            document = item.document or item.id
+            rows.append(
+                {"sample": item.id, "document": document, "status": "ok", "score": score, **figures, "measured": timed}
+            )
         return CellResult({"press": press, "task": part.task, "length": part.length}, len(rows), rows, None, None)
 
     def _guaranteed(

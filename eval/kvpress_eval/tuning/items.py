@@ -128,24 +128,36 @@ def split_texts(
 ) -> Split:
     """Divide the texts of a file. The last `CONTINUED` tokens of a text are scored, the tokens before them are its context.
 
+    Pieces of one text go to the same side, unless the file has too few texts to divide.
+
     Raises:
         DataError: there are too few texts, or they are too short.
     """
     longest = max(config.lengths) + CONTINUED
-    contexts: list[list[Item]] = []
-    for ids in _pieces(path, tokenizer, longest):
+    texts: dict[str, list[list[Item]]] = {}
+    count = 0
+    for document, ids in _pieces(path, tokenizer, longest):
+        if document not in texts and len(texts) == samples + held_out:
+            break
         first, second, continued = ids[:-CONTINUED], ids[-CONTINUED : -CONTINUED + 1], ids[-CONTINUED + 1 :]
         prompt = Prompt(first, second, tokenizer.decode(first))
-        contexts.append([Item(f"{TEXT}-{len(contexts)}", TEXT, 0, prompt, _NO_QUESTION, 1, tuple(continued))])
-        if len(contexts) == samples + held_out:
+        item = Item(f"{TEXT}-{count}", TEXT, 0, prompt, _NO_QUESTION, 1, tuple(continued), document)
+        texts.setdefault(document, []).append([item])
+        count += 1
+        if len(texts) == 1 and ".jsonl" not in path.suffixes and count == samples + held_out:
             break
-    if len(contexts) < 2 * _FEWEST:
+    if count < 2 * _FEWEST:
         raise DataError(
-            f"{path} has {len(contexts)} texts of at least {2 * CONTINUED} tokens; at least {2 * _FEWEST} are needed, half of "
+            f"{path} has {count} texts of at least {2 * CONTINUED} tokens; at least {2 * _FEWEST} are needed, half of "
             "them held out"
         )
-    searched, kept = _divide(TEXT, [[context] for context in contexts], samples, held_out, config.seed)
-    identity = hash_json([[item.prompt.first, list(item.continued)] for context in contexts for item in context])
+    units = list(texts.values())
+    if len(units) < 2 * _FEWEST:  # the pieces of a book are all there is
+        pieces = [[replace(item, document="") for item in context] for unit in units for context in unit]
+        units = [[piece] for piece in pieces[: samples + held_out]]
+    searched, kept = _divide(TEXT, units, samples, held_out, config.seed)
+    items = [item for unit in units for (item,) in unit]
+    identity = hash_json([[item.prompt.first, list(item.continued)] for item in items])
     return Split([SplitPart(TEXT, 0, searched)], [SplitPart(TEXT, 0, kept)], identity[:16], by_likelihood=True)
 
 
@@ -165,14 +177,14 @@ def has_answers(path: Path) -> bool:
     return any(answered)
 
 
-def _pieces(path: Path, tokenizer: PreTrainedTokenizerBase, longest: int) -> Iterator[list[int]]:
-    """Yield the tokens of the texts of a file, long ones in pieces, without those too short for a context."""
+def _pieces(path: Path, tokenizer: PreTrainedTokenizerBase, longest: int) -> Iterator[tuple[str, list[int]]]:
+    """Yield the number and the tokens of the texts of a file, long ones in pieces, without those too short for a context."""
     try:
-        for text in documents(str(path)):
+        for number, text in enumerate(documents(str(path))):
             ids = tokenizer(text)["input_ids"]
             for start in range(0, len(ids), longest):
                 if len(piece := ids[start : start + longest]) >= 2 * CONTINUED:
-                    yield piece
+                    yield str(number), piece
     except (OSError, ValueError) as error:
         raise DataError(str(error)) from error
 

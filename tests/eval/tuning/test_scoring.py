@@ -172,6 +172,23 @@ def test_a_document_is_searched_or_held_out(tmp_path: Path, is_scattered: bool, 
     assert losses_by_context(cells, [held_out])["knorm:0.5"] == {"data": [0.0] * 4}
 
 
+@pytest.mark.parametrize("count", [1, 6])
+def test_pieces_of_a_text_are_searched_or_held_out(tmp_path: Path, count: int) -> None:
+    """Pieces of a text resemble each other; a file with a single text can be divided into pieces only."""
+    sentence = " The price for tiger is 12. The old river runs."
+    rows = [{"text": f" Text {number}." + sentence * 200} for number in range(count)]
+    split = split_texts(
+        write_lines(tmp_path / "texts.jsonl", *rows), RunConfig(lengths=(128,)), bundled_model().tokenizer, 5, 4
+    )
+    (searched,), (held_out,) = split.searched, split.held_out
+    assert (len(searched.contexts), len(held_out.contexts)) == (5, 4)
+    if count > 1:
+        assert not set(searched.documents) & set(held_out.documents)
+        assert len(set(searched.documents)) + len(set(held_out.documents)) == count
+    else:
+        assert len(set(held_out.documents)) == 4
+
+
 def test_the_likelihood_of_a_text_is_that_of_one_pass(tmp_path: Path) -> None:
     engine = bundled_model()
     text = " The code for tiger is 4837. The old river runs." * 30
