@@ -59,6 +59,8 @@ class Plan:
     """Peak bytes while the prompt is read in one pass."""
     chunked_peak_bytes: int = 0
     """Peak bytes while the prompt is read in chunks; only `bounded(x)` evicts before the last chunk."""
+    decode_peak_bytes: int = 0
+    """Peak bytes from the end of the prompt to the last generated token; above `total_bytes` if presses evict at intervals."""
     tail_bytes: int = 0
     """Bytes saved if pairs that fill no tile of a codec were encoded too."""
     window_bytes: int = 0
@@ -77,7 +79,7 @@ class Plan:
     @property
     def needed_bytes(self) -> int:
         """Peak bytes, if the prompt is read in one pass or in chunks, whichever takes less."""
-        return max(self.total_bytes, min(self.peak_bytes, self.chunked_peak_bytes))
+        return max(self.total_bytes, self.decode_peak_bytes, min(self.peak_bytes, self.chunked_peak_bytes))
 
 
 def plan(press: BasePress | str, model: Geometry, context: int, batch: int = 1, generated: int = 0) -> Plan:
@@ -95,6 +97,28 @@ def plan(press: BasePress | str, model: Geometry, context: int, batch: int = 1, 
     check_count("generated", generated, least=0)
     recipe = get_press(press).recipe(model)
     recipe.check_length(context)
+    planned = _plan(recipe, model, context, batch, generated)
+    before = {_plan(recipe, model, context, batch, count).total_bytes for count in _before_evictions(recipe, generated)}
+    return replace(planned, decode_peak_bytes=max(before | {planned.total_bytes}))
+
+
+def _before_evictions(recipe: Recipe, generated: int) -> set[int]:
+    """Return the numbers of generated tokens just before the first and the last eviction at an interval.
+
+    Layers evict one after another, so that the cache is largest at the end of the step before. The first eviction may be of a
+    whole prompt; of the later ones, the last has the largest target.
+    """
+    intervals = {step.schedule.every or 1 for step in recipe.acting("decode")} - {1}
+    return {
+        tokens - 1
+        for every in intervals
+        for tokens in (every, generated // every * every)
+        if every <= tokens <= generated
+    }
+
+
+def _plan(recipe: Recipe, model: Geometry, context: int, batch: int, generated: int) -> Plan:
+    """Return the plan at the end of generation, without the peak of decoding."""
     tokens, total, uncompressed, pairs = context + generated, 0.0, 0, []
     shared, tails = 0, 0.0
     watching = [observation.make() for observation in recipe.held_observers]
@@ -122,8 +146,8 @@ def plan(press: BasePress | str, model: Geometry, context: int, batch: int = 1, 
         mean,
         at_once,
         in_chunks,
-        round(tails),
-        sliding,
+        tail_bytes=round(tails),
+        window_bytes=sliding,
     )
 
 

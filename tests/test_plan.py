@@ -192,6 +192,30 @@ def test_generated_tokens_are_planned(spec: str) -> None:
     assert planned.total_bytes == pytest.approx(walked, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    "spec",
+    ["none", "snapkv:0.5", "decoding(knorm):compression_interval=16,target_size=64",
+     "prefill_decoding(snapkv:0.8; decoding(knorm):compression_interval=20,target_size=100)"],
+)  # fmt: skip
+@pytest.mark.parametrize("generated", [20, 32])
+def test_the_peak_between_evictions_is_planned(spec: str, generated: int) -> None:
+    """Presses that evict at intervals hold most just before an eviction, not after the last token."""
+    press, model = kvpress.get_press(spec), Geometry.of(tiny_model("llama").config)
+    sizes = [measured(press, 400, count)[1] for count in (0, 15, 16, 19, 20, 31, 32) if count <= generated]
+    planned = plan(press, model, 400, 2, generated)
+    assert planned.total_bytes == pytest.approx(sizes[-1], rel=0.02)
+    assert planned.decode_peak_bytes == pytest.approx(max(sizes), rel=0.02)
+    assert planned.needed_bytes >= planned.decode_peak_bytes >= planned.total_bytes
+
+
+def test_a_plan_prints_the_peak_between_evictions() -> None:
+    spec = "decoding(knorm):compression_interval=512,target_size=256"
+    arguments = ["plan", "--model", "reference", "--context", "300", "--generated", "512", "--memory", "15MB"]
+    result = runner.invoke(app, [*arguments, "--press", spec])
+    assert result.exit_code == 0, result.output
+    assert "the cache grows to 1.6 MiB between evictions while tokens are generated" in " ".join(result.output.split())
+
+
 TILED = (
     *("kivi:bits=3,residual_length=0", "kivi:bits=2", "adaquant", "gear:bits=2", "gear_l:bits=2", "squat:bits=2"),
     *("turboquant:bits=3", "kvarn:bits=(4,4)", "zipcache", "rotated:bits=3", "nvfp4", "saw_int4", "think:0.5"),
@@ -369,6 +393,21 @@ def test_the_longest_context_fits_and_a_longer_one_does_not(spec: str, batch: in
     longer = longest + longest // 100  # a few tokens more may round to the same pairs
     assert plan(press, model, longest, batch).needed_bytes <= room < plan(press, model, longer, batch).needed_bytes
     assert longest_context(press, model, 0, batch) == 0
+
+
+def test_a_plan_replaces_no_file_by_mistake(tmp_path: Path) -> None:
+    config, out = tmp_path / "config.json", tmp_path / "plan.json"
+    tiny_model("llama").config.to_json_file(config)
+    arguments = ["plan", "--model", str(config), "--context", "64", "--press", "none", "--out"]
+    assert runner.invoke(app, [*arguments, str(out)]).exit_code == 0
+    result = runner.invoke(app, [*arguments, str(out)])
+    assert result.exit_code == 2
+    assert "plan.json exists: name another --out, or replace it with --force" in " ".join(result.output.split())
+    assert runner.invoke(app, [*arguments, str(out), "--force"]).exit_code == 0
+    before = config.read_text()
+    assert runner.invoke(app, [*arguments, str(config), "--force"]).exit_code == 2
+    assert config.read_text() == before
+    assert runner.invoke(app, [*arguments, str(tmp_path / "none" / "plan.json")]).exit_code == 4
 
 
 def test_a_plan_prints_the_presses_of_files(tmp_path: Path) -> None:

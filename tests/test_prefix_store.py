@@ -117,12 +117,15 @@ def test_a_variant_is_found_by_its_name_alone(spec: str, tmp_path: Path) -> None
 
 
 def test_files_of_a_press_are_distinguished_by_content(tmp_path: Path) -> None:
-    first = prefix_store._files_in({"calibration": __file__, "inner": [{"bits": 4}]})
-    assert len(first) == 1
-    second = tmp_path / "other.json"
-    second.write_text("{}")
-    assert prefix_store._files_in({"calibration": str(second)}) not in ([], first)
-    assert prefix_store._files_in({"calibration": str(tmp_path / "missing.json")}) == []
+    path = tmp_path / "other.json"
+    press = kvpress.get_press(f"adakv(snapkv:0.5) + kvquant:calibration='{path}'")
+    store = kvpress.PrefixStore(tmp_path / "store")
+    folders = [store._folder(tiny_model("llama"), press)]
+    for content in ("{}", "[]", "{}"):
+        path.write_text(content)
+        folders.append(store._folder(tiny_model("llama"), press))
+    assert folders[1] == folders[3]
+    assert len(set(folders)) == 3
 
 
 def test_the_least_recently_used_prefix_is_deleted_first(tmp_path: Path) -> None:

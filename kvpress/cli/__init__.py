@@ -23,6 +23,7 @@ from kvpress.cli.caches import ask_command, compress_command, info_command
 from kvpress.cli.calibrate import calibrate_app
 from kvpress.cli.console import UNWRITABLE, App, fail, new_console, shown, tokens
 from kvpress.cli.doctor import doctor_command
+from kvpress.cli.outputs import check_outputs
 from kvpress.core.registry import ORDER, STATUSES
 from kvpress.terminal import Name, print_text
 
@@ -158,6 +159,7 @@ def plan_command(
         str | None, typer.Option(help="Memory for weights and cache, such as 24GB; adds the longest context that fits.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
     """Print the predicted cache memory of a model with each method, and the peak while it reads a prompt."""
     from kvpress.cache.report import format_bytes, parse_bytes
@@ -169,6 +171,11 @@ def plan_command(
     room = None
     longest: list[int] = []
     with shown():
+        if out is not None:
+            if out.is_dir() or not out.absolute().parent.is_dir():
+                message = f"{out} is a folder, or its parent folder does not exist: pass the name of a file"
+                fail(OSError(message), UNWRITABLE)
+            check_outputs([out], [model], force)
         settings = load_config(model)
         geometry = Geometry.of(settings)
         if context is None:
@@ -227,6 +234,12 @@ def plan_command(
         notes = [f"{spec}: {left_whole_note(get_press(spec))}"] if left_whole(get_press(spec), *sizes_of_rows) else []
         for note in (*assumed_sizes(get_press(spec)), *notes):
             print_text(console, note)
+        if planned.decode_peak_bytes > planned.total_bytes:
+            print_text(
+                console,
+                f"{spec}: the cache grows to {format_bytes(planned.decode_peak_bytes)} between evictions while tokens are "
+                "generated",
+            )
         share = planned.tail_bytes / planned.total_bytes
         if share >= _TAIL:
             message = (

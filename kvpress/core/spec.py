@@ -22,7 +22,7 @@ import hashlib
 import inspect
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ from kvpress.core.registry import Entry, entries, find, name_of, nearest
 
 FILE, ENDINGS = "@", (".yaml", ".yml")
 """Prefix of a path, and file name endings of a path without the prefix."""
+TENSORS = (".safetensors", ".json", ".pt", ".pth", ".tsv")
+"""File name endings of the files that a press reads from a folder."""
 MOST_NESTED = 32
 """Deepest nesting of parentheses in a spec; real specs need a few levels."""
 
@@ -123,11 +125,45 @@ def own_code(press: BasePress) -> str:
 
     User code has no version, so stored results are matched by the digest of the code that made them.
     """
-    kinds = {type(item) for item in parts_of(press)}
+    return code_of({type(item) for item in parts_of(press)})
+
+
+def code_of(kinds: Iterable[type[Any]]) -> str:
+    """Return a digest of the source of the modules outside of this library that define classes; empty for none."""
     modules = sorted({kind.__module__ for kind in kinds if kind.__module__.partition(".")[0] != "kvpress"})
     if not modules:
         return ""
     return hashlib.sha256("\0".join(map(_source_of, modules)).encode()).hexdigest()[:16]
+
+
+def own_digest(press: BasePress) -> str:
+    """Return a digest of the user's code and files that decide a press besides its spec; empty for none.
+
+    Code and files may change under the same spec, so stored results are matched by this digest.
+    """
+    code, files = own_code(press), files_of(press)
+    return hashlib.sha256("\0".join([code, *files]).encode()).hexdigest()[:16] if files else code
+
+
+def files_of(press: BasePress) -> list[str]:
+    """Return digests of the files that the settings of a press name; of a folder, those of its tensors and JSON files."""
+    settings = (value for part in parts_of(press) for value in vars(part).values())
+    values = [item for value in settings for item in (value if isinstance(value, (list, tuple)) else (value,))]
+    return [digest for value in values if isinstance(value, str) for digest in _digests_at(value)]
+
+
+def _digests_at(place: str) -> Iterator[str]:
+    path = Path(place)
+    try:
+        if "." in place and path.is_file():
+            paths = [path]
+        else:
+            paths = [file for file in sorted(path.glob("*.*")) if file.suffix in TENSORS] if path.is_dir() else []
+    except (OSError, ValueError):  # text that is no path
+        return
+    for file in paths:
+        with file.open("rb") as content:
+            yield hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _source_of(module: str) -> str:

@@ -13,8 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from kvpress_eval.config.schema import RunConfig
 from kvpress_eval.results.leaderboards import make_boards
 from kvpress_eval.results.read import read_run
+from kvpress_eval.run.cells import make_cells
+from kvpress_eval.run.press_rows import ContextBatch, PressRows
+from kvpress_eval.tasks.catalogue import expand_tasks
 
 from kvpress import AdaKVPress, KnormPress, get_press
 from kvpress.core import registry, spec
@@ -110,3 +114,36 @@ def test_only_code_of_ones_own_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert code == spec.own_code(Mine(0.9))
     monkeypatch.setattr(spec, "_source_of", lambda module: f"{module}, edited")
     assert spec.own_code(Mine(0.5)) not in ("", code)
+
+
+def test_files_of_a_press_count_too(tmp_path: Path) -> None:
+    file, folder = tmp_path / "levels.safetensors", tmp_path / "networks"
+    folder.mkdir()
+    for text, place in ((f"kvquant:calibration='{file}'", file), (f"kvzap:0.5,weights='{folder}'", folder / "a.json")):
+        press = AdaKVPress(get_press("snapkv:0.5")) + get_press(text) if "kvquant" in text else get_press(text)
+        digests = [spec.own_digest(press)]
+        for content in ("one", "two", "one"):
+            place.write_text(content)
+            digests.append(spec.own_digest(press))
+        assert digests[0] == ""
+        assert digests[1] == digests[3] not in digests[:1] + digests[2:3]
+    assert spec.own_digest(get_press("snapkv:0.5 + kivi:bits=4")) == ""
+
+
+def test_a_recalibrated_press_has_cells_of_its_own(tmp_path: Path) -> None:
+    """A run that resumes after `kvpress calibrate --force` must not mix answers under the old file and the new one."""
+    file = tmp_path / "levels.safetensors"
+    config = RunConfig(presses=("none", f"kvquant:calibration='{file}'"), tasks=("niah_single",), lengths=(128,))
+    names = []
+    for content in ("one", "two"):
+        file.write_text(content)
+        names.append([cell.id for cell in make_cells(config, expand_tasks(config), "weights", "cpu", "float32")])
+    assert names[0][0] == names[1][0]
+    assert names[0][1] != names[1][1]
+    batch = ContextBatch("text", 1, 128)
+    labels = []
+    for content in ("one", "two"):
+        file.write_text(content)
+        labels.append(PressRows([batch], config.presses).names)
+    assert labels[0][0] == labels[1][0]
+    assert labels[0][1] != labels[1][1]

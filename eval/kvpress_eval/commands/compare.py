@@ -45,6 +45,8 @@ def command(
     with shared.exit_codes(loads_models=text is not None) as console:
         if text is None and not run:
             raise ConfigError("nothing to compare the presses on: give --text FILE, --run FOLDER, or both")
+        if text is None and tokens is not None:
+            raise ConfigError("tokens cuts the text of --text: give --text FILE too, or leave it out")
         from kvpress_eval.common.files import check_replaced, make_room, replace_file
         from kvpress_eval.report.compare import print_answers, print_tokens, to_html
         from kvpress_eval.results.answer_pairs import canonical, compare_answers

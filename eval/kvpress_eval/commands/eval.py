@@ -24,6 +24,12 @@ _NAMED = {"model": "models"}
 _OWN = ("config", "lm_eval", "lm_eval_include", "dry_run")
 """Options that are no part of a grid of runs."""
 
+_TASKS_ONLY = (
+    "seed", "filler", "language", "question_aware", "depth", "depths", "data_dir", "max_context_length", "prefix_store",
+    "max_new_tokens", "max_seconds_per_sample",
+)  # fmt: skip
+"""Fields of a run that tasks of lm-eval do not read."""
+
 EVALUATE = {
     "dataset": "--tasks, such as --tasks longbench:hotpotqa",
     "data_dir": "--lengths for RULER, or --data-dir for the folder of a published benchmark",
@@ -190,6 +196,8 @@ def command(
             return
         if lm_eval is not None and any(run.engine != "local" for run in runs):
             raise ConfigError("lm-eval runs in this process only: give --lm-eval and --engine ray to two commands")
+        if lm_eval is not None:
+            _check_read_by_lm_eval(runs[0])
         check_folder(runs[0].out)
         # A run checks its own settings before the model loads; later steps are checked here.
         for run in runs[1:] if lm_eval is None else runs:
@@ -199,6 +207,15 @@ def command(
                 _run_lm_eval(run, shared.split(lm_eval), lm_eval_include, console)
         if lm_eval is None or any("tasks" in run.model_fields_set for run in runs):
             measure_and_write(runs, console)
+
+
+def _check_read_by_lm_eval(config: RunConfig) -> None:
+    """Raise ConfigError for settings that neither lm-eval nor a task of the run reads."""
+    ignored = [name for name in _TASKS_ONLY if name in config.model_fields_set]
+    if ignored and "tasks" not in config.model_fields_set:
+        raise ConfigError(
+            f"tasks of lm-eval do not read {', '.join(ignored)}: leave that out, or add --tasks that it applies to"
+        )
 
 
 def _run_lm_eval(config: RunConfig, tasks: Sequence[str], include: Path | None, console: Console) -> None:
@@ -215,7 +232,8 @@ def _run_lm_eval(config: RunConfig, tasks: Sequence[str], include: Path | None, 
     metadata = {"max_seq_lengths": list(config.lengths)} if "lengths" in chosen else {}
     record = compare(config, Selection(tuple(tasks), include, limit, metadata=metadata), console)
     console.print(lm_table(record))
-    path = config.out / f"lm-eval-{hash_json(config.model)[:8]}.json"
+    # A further command with other tasks or presses adds its record to the folder.
+    path = config.out / f"lm-eval-{hash_json([record['config'], record['weights'], record['dtype']])[:8]}.json"
     write_json(path, record)
     console.print(Text(f"wrote {path}"), soft_wrap=True)
 

@@ -116,6 +116,17 @@ class RunConfig(BaseModel):
             )
         return filler
 
+    @field_validator("filler")
+    @classmethod
+    def _filler_is_used(cls, filler: str, info: ValidationInfo) -> str:
+        tasks = info.data.get("tasks", ())
+        if filler != KINDS[0] and tasks and not any(task in TASKS for task in tasks):
+            raise ValueError(
+                f"the contexts of {', '.join(tasks)} are published or your own, so that they take no filler: omit it, or add "
+                "a generated task such as niah_single"
+            )
+        return filler
+
     @field_validator("language")
     @classmethod
     def _words_exist(cls, language: str, info: ValidationInfo) -> str:
@@ -139,6 +150,16 @@ class RunConfig(BaseModel):
         if depths and info.data.get("depth") is not None:
             raise ValueError("give depth or depths, not both")
         return tuple(dict.fromkeys(depths))
+
+    @field_validator("depth", "depths")
+    @classmethod
+    def _depth_is_used(cls, value: Any, info: ValidationInfo) -> Any:
+        tasks = info.data.get("tasks", ())
+        if value not in (None, ()) and tasks and not any(task in TASKS and TASKS[task].placed for task in tasks):
+            raise ValueError(
+                f"none of the tasks {', '.join(tasks)} has an answer at one place: omit it, or add a task such as niah_single"
+            )
+        return value
 
     @field_validator("device_map")
     @classmethod

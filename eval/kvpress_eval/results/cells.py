@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvpress_eval.results.stats import pool
 from kvpress_eval.results.store import CellStore, Row, read_rows
 
 
@@ -62,6 +63,16 @@ class CellResult:
     def scores(self) -> dict[str, float]:
         """The score of each sample that has one."""
         return {row["sample"]: row["score"] for row in self.rows if row["score"] is not None}
+
+    @property
+    def documents(self) -> dict[str, str]:
+        """The document of each sample that has a score; rows of earlier versions count as documents of their own."""
+        return {row["sample"]: str(row.get("document", row["sample"])) for row in self.rows if row["score"] is not None}
+
+    @property
+    def independent_scores(self) -> list[float]:
+        """One value for each document, with the mean of the scores."""
+        return pool(list(self.scores.values()), list(self.documents.values()))
 
     @property
     def problem(self) -> str | None:

@@ -14,7 +14,7 @@ from kvpress_eval.results.cells import CellResult
 from kvpress_eval.results.read import Results
 from kvpress_eval.results.stats import ScoreInterval, holm, paired_difference, paired_p_value
 from kvpress_eval.results.store import CODE
-from kvpress_eval.results.summary import BASELINE, PressSummary, paired_scores, place_of, summarise
+from kvpress_eval.results.summary import BASELINE, PressSummary, independent_pairs, place_of, summarise
 
 CONDITIONS = (
     "model", "weights", "kvpress", "device", "dtype", "question_aware", "batch_size", "max_seconds_per_sample",
@@ -116,7 +116,7 @@ def compare_all(cells: Sequence[CellResult], order: Sequence[str]) -> list[Pair]
     for press, second in combinations(complete, 2):
         ours, theirs = of[press], of[second]
         if ours.keys() == theirs.keys():
-            pairs = [paired_scores(cell, theirs[place]) for place, cell in ours.items()]
+            pairs = [independent_pairs(cell, theirs[place]) for place, cell in ours.items()]
             if all(pairs):
                 tested.append((press, second, paired_difference(pairs), paired_p_value(pairs)))
     adjusted = holm([p_value for *_, p_value in tested])

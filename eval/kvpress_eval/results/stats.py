@@ -25,11 +25,27 @@ class ScoreInterval:
     high: float
 
 
+def pool(values: Sequence[float], clusters: Sequence[str]) -> list[float]:
+    """Return one value for each cluster, such as all answers about one document; their mean is that of all values.
+
+    Values of a cluster depend on each other, and counting each as independent makes intervals too narrow. The standard error of
+    the returned ones is the linearised one of a mean over clusters of different sizes.
+    """
+    groups: dict[str, list[float]] = {}
+    for value, cluster in zip(values, clusters, strict=True):
+        groups.setdefault(cluster, []).append(value)
+    if len(groups) == len(values):
+        return list(values)
+    mean, size = sum(values) / len(values), len(values) / len(groups)
+    return [mean + (sum(group) - len(group) * mean) / size for group in groups.values()]
+
+
 def mean_interval(groups: Sequence[Sequence[float]]) -> ScoreInterval:
     """Return the mean of the group means of scores in [0, 1], with its interval.
 
-    Percentile bootstrap, resampled within each group, or over all scores if no group has any spread. If all scores are 0, or
-    all are 1, resampling shows no spread: the interval then has the exact binomial bound 1 - (alpha/2)^(1/n).
+    Percentile bootstrap, resampled within each group, or over all scores if no group has any spread or one is a single score.
+    If all scores are 0, or all are 1, resampling shows no spread: the interval then has the exact binomial bound
+    1 - (alpha/2)^(1/n).
     """
     values = np.concatenate([np.asarray(group, dtype=float) for group in groups])
     bound = 1 - (ALPHA / 2) ** (1 / len(values))
@@ -39,25 +55,20 @@ def mean_interval(groups: Sequence[Sequence[float]]) -> ScoreInterval:
         return ScoreInterval(0.0, 0.0, bound)
     if len(values) == 1:
         return ScoreInterval(float(values[0]), 0.0, 1.0)
-    spread = any(len(set(group)) > 1 for group in groups)
-    return _bootstrap(groups if spread else [values.tolist()])
+    estimate = _bootstrap(groups)
+    return ScoreInterval(estimate.mean, max(0.0, estimate.low), min(1.0, estimate.high))
 
 
 def paired_difference(groups: Sequence[Sequence[tuple[float, float]]]) -> ScoreInterval:
-    """Return the mean of `ours - theirs` over pairs of scores of the same sample, with its interval."""
-    return _bootstrap([[ours - theirs for ours, theirs in group] for group in groups])
-
-
-def paired_difference_bounds(pairs: Sequence[tuple[float, float]]) -> ScoreInterval:
-    """Return the mean of `ours - theirs` over pairs, with an interval that is valid for few pairs too.
+    """Return the mean of `ours - theirs` over pairs of scores of the same sample, with its interval.
 
     If all pairs have the same difference, resampling shows no spread. The interval is then widened by 1 - (alpha/2)^(1/n), the
     largest share of different pairs that n equal ones do not exclude.
     """
-    estimate = paired_difference([pairs])
+    estimate = _bootstrap([[ours - theirs for ours, theirs in group] for group in groups])
     if estimate.low < estimate.high:
         return estimate
-    bound = 1 - (ALPHA / 2) ** (1 / len(pairs))
+    bound = 1 - (ALPHA / 2) ** (1 / sum(map(len, groups)))
     return ScoreInterval(estimate.mean, max(-1.0, estimate.mean - bound), min(1.0, estimate.mean + bound))
 
 
@@ -140,23 +151,36 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def _bootstrap(groups: Sequence[Sequence[float]]) -> ScoreInterval:
-    """Resample within groups; the interval does not depend on the order of the scores."""
-    # scipy requires two observations per group, so that a single one is repeated.
-    ordered = [np.asarray(group * (2 if len(group) == 1 else 1)) for group in sorted(sorted(group) for group in groups)]
+    """Resample within groups, or over all scores if a group is a single one, which alone shows no spread.
+
+    The interval does not depend on the order of the scores.
+    """
+    groups = sorted(sorted(group) for group in groups)
     mean = float(np.mean([np.mean(group) for group in groups]))
+    if not any(len(set(group)) > 1 for group in groups):  # all spread lies between the groups
+        groups = [sorted(value for group in groups for value in group)]
+    ordered = [np.asarray(group) for group in map(sorted, _with_variance(groups))]
     if all((group == group[0]).all() for group in ordered):
         return ScoreInterval(mean, mean, mean)
     interval = stats.bootstrap(
         ordered, _mean_of_means, n_resamples=RESAMPLES, confidence_level=1 - ALPHA, method="percentile", rng=_SEED
     ).confidence_interval
-    return ScoreInterval(mean, float(interval.low), float(interval.high))
+    # A pooled mean weighs groups of different sizes differently.
+    shift = 0.0 if len(ordered) > 1 else mean - float(ordered[0].mean())
+    return ScoreInterval(mean, shift + float(interval.low), shift + float(interval.high))
 
 
 def _mean_of_means(*groups: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
     return np.mean([group.mean(axis=axis) for group in groups], axis=0)
 
 
-def better(pairs: Sequence[tuple[float, float]]) -> bool:
-    """Whether the first scores have the larger sum, significantly if there are enough pairs for a significant result."""
+def better(pairs: Sequence[tuple[float, float]], looks: int = 1, is_last: bool = True) -> bool:
+    """Whether the first scores have the larger sum, significantly at one of `looks` looks at growing numbers of pairs.
+
+    Guessing passes one of the looks with a probability of at most `ALPHA`. The last look needs no significance if it has too
+    few pairs for any.
+    """
+    level = 2 * ALPHA / looks  # the p-value counts both directions
     larger = sum(first for first, _ in pairs) > sum(second for _, second in pairs)
-    return larger and (0.5 ** (len(pairs) - 1) > ALPHA or paired_p_value([pairs]) < ALPHA)
+    too_few = 0.5 ** (len(pairs) - 1) >= level
+    return larger and (is_last if too_few else paired_p_value([pairs]) < level)

@@ -30,7 +30,7 @@ Row = dict[str, Any]
 SCHEMA = 3
 """Increased when the meaning of a configuration changes, so that old rows are not mixed with new ones."""
 CODE = "code"
-"""Key in the spec of a cell whose press is a user's class: a hash of the source that defines it."""
+"""Key in the spec of a cell whose press has code or files of the user: a digest of them."""
 
 
 class ResultSink(Protocol):

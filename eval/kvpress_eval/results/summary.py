@@ -9,7 +9,15 @@ from statistics import fmean, median
 from typing import TypeVar
 
 from kvpress_eval.results.cells import CellResult
-from kvpress_eval.results.stats import ALPHA, ScoreInterval, holm, mean_interval, paired_difference, paired_p_value
+from kvpress_eval.results.stats import (
+    ALPHA,
+    ScoreInterval,
+    holm,
+    mean_interval,
+    paired_difference,
+    paired_p_value,
+    pool,
+)
 from kvpress_eval.results.verdict import Verdict, conclude, judge, points
 
 BASELINE = "none"
@@ -109,6 +117,9 @@ def _summarise(press: str, cells: Sequence[CellResult], baseline: dict[Place, Ce
     references = [baseline.get(place_of(cell)) for cell in cells]
     pairs = [paired_scores(cell, reference) for cell, reference in zip(cells, references, strict=True) if reference]
     comparable = complete and press != BASELINE and sum(map(len, pairs)) == len(rows)
+    independent = [
+        independent_pairs(cell, reference) for cell, reference in zip(cells, references, strict=True) if reference
+    ]
     size, uncompressed = sum(row["bytes"] for row in rows), sum(row["uncompressed_bytes"] for row in rows)
     end, end_uncompressed = sum(row["end_bytes"] for row in rows), sum(row["end_uncompressed_bytes"] for row in rows)
     milliseconds = _median(row["measured"]["seconds_per_token"] for row in rows) if complete else None
@@ -119,9 +130,9 @@ def _summarise(press: str, cells: Sequence[CellResult], baseline: dict[Place, Ce
     return PressSummary(
         press=press,
         samples=len(rows),
-        accuracy=mean_interval([list(cell.scores.values()) for cell in cells]) if complete else None,
-        difference=paired_difference(pairs) if comparable else None,
-        p_value=paired_p_value(pairs) if comparable else None,
+        accuracy=mean_interval([cell.independent_scores for cell in cells]) if complete else None,
+        difference=paired_difference(independent) if comparable else None,
+        p_value=paired_p_value(independent) if comparable else None,
         tasks=_means(cells, lambda cell: cell.task),
         lengths=_means(cells, lambda cell: cell.length),
         bytes=size / len(rows) if complete else None,
@@ -136,7 +147,7 @@ def _summarise(press: str, cells: Sequence[CellResult], baseline: dict[Place, Ce
         grid=_grid(cells),
         same_answers=_same_answers(cells, references) if comparable else None,
         compressed=num_uncompressed < max(1, len(rows)),
-        verdict=judge(press, uncompressed / size, _changes(pairs), points()) if comparable else None,
+        verdict=judge(press, uncompressed / size, _changes(independent), points(), len(rows)) if comparable else None,
         cut=sum(row.get("cut_tokens", 0) > 0 for row in rows),
     )
 
@@ -144,6 +155,16 @@ def _summarise(press: str, cells: Sequence[CellResult], baseline: dict[Place, Ce
 def paired_scores(ours: CellResult, theirs: CellResult) -> list[tuple[float, float]]:
     """Return the scores of the samples that both answered."""
     return [(score, theirs.scores[sample]) for sample, score in ours.scores.items() if sample in theirs.scores]
+
+
+def independent_pairs(ours: CellResult, theirs: CellResult) -> list[tuple[float, float]]:
+    """Return `paired_scores` with one pair for each document, because answers about one document are not independent."""
+    pairs = paired_scores(ours, theirs)
+    documents = [document for sample, document in ours.documents.items() if sample in theirs.scores]
+    if not pairs:
+        return []
+    first, second = zip(*pairs, strict=True)
+    return list(zip(pool(first, documents), pool(second, documents), strict=True))
 
 
 def _changes(pairs: Iterable[Iterable[tuple[float, float]]]) -> list[list[float]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import kvpress
-from kvpress.core.spec import own_code
+from kvpress.core.spec import own_digest
 from kvpress_eval.common.files import hash_json
 from kvpress_eval.config.schema import RunConfig
 from kvpress_eval.results.store import CODE, SCHEMA
@@ -71,7 +71,7 @@ def make_cells(config: RunConfig, sources: Sequence[Source], fingerprint: str, d
     }
     cells = []
     for press in config.presses:
-        code = own_code(kvpress.get_press(press))
+        code = own_digest(kvpress.get_press(press))
         for source in sources:
             parameters = {**source.identity, "max_new_tokens": source.max_new_tokens, **({CODE: code} if code else {})}
             spec = {**shared, **parameters, "press": press, "task": source.task, "length": source.length}

@@ -347,6 +347,6 @@ def _ended(tokens: Tensor, engine: Engine) -> tuple[int, ...]:
 
 
 def _length(tokens: Tensor, engine: Engine) -> int:
-    """Return the number of tokens of an answer, without the padding to the longest answer of its batch."""
-    pad = engine.tokenizer.pad_token_id
-    return int((tokens != pad).sum()) if pad != engine.tokenizer.eos_token_id else len(tokens)
+    """Return the number of tokens of an answer, with the one that ends it, without the padding to the longest of its batch."""
+    ids, pad = _ended(tokens, engine), engine.tokenizer.pad_token_id
+    return len(ids) if pad in ends(engine.model) else sum(token != pad for token in ids)

@@ -18,6 +18,7 @@ import kvpress
 from kvpress.core.effect import left_whole_note
 from kvpress.hf.positions import check_positions
 from kvpress_eval.common.errors import EvalError
+from kvpress_eval.common.files import hash_json
 from kvpress_eval.config.schema import RunConfig
 from kvpress_eval.results.store import ResultSink, Row
 from kvpress_eval.run import memory
@@ -267,6 +268,8 @@ class Job:
             "cell": cell.id,
             "sample": sample.id,
             "prompt_sha256": _hash_ids(prompt),
+            # Answers about one document are not independent.
+            "document": (sample.document or hash_json(sample.context))[:16],
             "status": "timeout" if timed_out else "ok",
             "prediction": answer.text,
             "expected": list(sample.query.answers),

@@ -54,12 +54,12 @@ def fitting(
 
 
 def cache_bytes(press: Any, geometry: Geometry, batch: int, tokens: int, generated: int) -> int:
-    """Return the planned bytes under a press; those of the full cache if the press refuses the contexts.
+    """Return the planned peak bytes after the prompt under a press; those of the full cache if it refuses the contexts.
 
     The refusal is raised when the contexts are read.
     """
     try:
-        return plan(press, geometry, tokens, batch, generated).total_bytes
+        return plan(press, geometry, tokens, batch, generated).decode_peak_bytes
     except (ValueError, NotImplementedError):
         return plan(kvpress.get_press("none"), geometry, tokens, batch, generated).total_bytes
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import kvpress
-from kvpress.core.spec import own_code
+from kvpress.core.spec import own_digest
 from kvpress.counts import parse_seconds
 from kvpress_eval.common.errors import BusyError, ConfigError, OutputError
 from kvpress_eval.common.files import differences, read_object
@@ -83,8 +83,10 @@ class PressRows:
         self.batches, self.presses, self.press_seconds = batches, presses, press_seconds
         self._store = store
         self._rows: dict[str, Row] = {}
-        # A press of the user is named with the digest of its code.
-        self._labels = {press: " ".join(filter(None, (press, own_code(kvpress.get_press(press))))) for press in presses}
+        # A press with code or files of the user is named with their digest.
+        self._labels = {
+            press: " ".join(filter(None, (press, own_digest(kvpress.get_press(press))))) for press in presses
+        }
 
     @property
     def names(self) -> list[str]:
@@ -189,8 +191,13 @@ def open_rows(
     with store.claim() as claimed:
         if not claimed:
             raise BusyError(f"another process measures into {folder}; use another --out")
-        earlier = read_object(folder / "cell.json") or identity
-        if listed := differences(earlier, identity):
+        earlier = read_object(folder / "cell.json")
+        if earlier is None and store.rows_path.exists():
+            raise OutputError(
+                f"{folder} holds rows, and its cell.json, with their settings, cannot be read: use another --out, or remove "
+                "that folder"
+            )
+        if listed := differences(earlier or identity, identity):
             raise OutputError(
                 f"{folder} holds rows of another measurement ({listed}): use another --out, or remove that folder"
             )

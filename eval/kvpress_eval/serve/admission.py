@@ -46,7 +46,7 @@ class Admission:
         plan(press, self.geometry, 4 * STEP, generated=STEP)
 
     def price(self, job: GenerationJob, held_prefix: int | None) -> tuple[int, int]:
-        """Return the peak bytes of a request while its prompt is read, and its bytes afterwards.
+        """Return the peak bytes of a request while its prompt is read, and its peak bytes afterwards.
 
         `held_prefix` is the bytes of its prefix in memory; None if the prefix must be read or loaded.
         """
@@ -127,10 +127,10 @@ class Admission:
         return sum(layer.kv_heads * self.geometry.pair_bytes(layer) for layer in layers)
 
     def _planned(self, press: str, tokens: int, generated: int) -> tuple[int, int]:
-        """Return the peak bytes of a prompt that is read in chunks, and the bytes after it and the generated tokens."""
+        """Return the peak bytes of a prompt that is read in chunks, and the peak bytes while tokens are generated after it."""
         predicted = plan(press, self.geometry, tokens, generated=generated)
         peak = predicted.peak_bytes if tokens <= self.chunk else predicted.chunked_peak_bytes
-        return max(peak, predicted.total_bytes), predicted.total_bytes
+        return max(peak, predicted.decode_peak_bytes), predicted.decode_peak_bytes
 
 
 def _rounded(tokens: int) -> int:

@@ -10,6 +10,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from kvpress_eval.common.errors import ConfigError, DataError
+from kvpress_eval.common.files import hash_json
 from kvpress_eval.tasks.data_files import HubFile, read_published
 from kvpress_eval.tasks.sample import Query, Sample
 from kvpress_eval.tasks.source import Source, TaskSettings
@@ -118,10 +119,12 @@ def _make(
     for _, group in groupby(questions, key=lambda question: question.document):
         of_document = list(group)
         longest = max((question.text for question in of_document), key=lambda text: len(tokenizer(text)["input_ids"]))
-        context = cut_middle(of_document[0].context, longest, length, tokenizer)
+        whole = of_document[0].context
+        context = cut_middle(whole, longest, length, tokenizer)
         for question in of_document:
             query = Query(question.text, "", question.answers, score, separator="")
-            samples.append(Sample(f"{name}-{length}-{question.id}", name, length, context, query))
+            name_of_sample = f"{name}-{length}-{question.id}"
+            samples.append(Sample(name_of_sample, name, length, context, query, document=hash_json(whole)))
     return samples
 
 

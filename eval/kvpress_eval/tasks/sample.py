@@ -52,6 +52,8 @@ class Sample:
     """Question about the context."""
     spans: Spans = ()
     """Character ranges of the sentences with the answer, so that a report can show whether they were kept."""
+    document: str = ""
+    """Identifier of the document that `context` was cut from; empty if the context is the whole document."""
 
 
 def score(query: Query, prediction: str | None) -> float:

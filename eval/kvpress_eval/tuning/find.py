@@ -14,6 +14,7 @@ from rich.console import Console
 import kvpress
 from kvpress.cache.report import format_bytes, parse_bytes
 from kvpress.core.registry import STATUSES
+from kvpress.core.spec import code_of
 from kvpress.plan import Geometry
 from kvpress.terminal import print_text
 from kvpress_eval.common.errors import BusyError, ConfigError
@@ -22,7 +23,7 @@ from kvpress_eval.config.schema import RAY, RunConfig
 from kvpress_eval.results.cells import CellResult
 from kvpress_eval.results.guarantee import Guarantee, guarantees, least_contexts
 from kvpress_eval.results.stats import better
-from kvpress_eval.results.store import CellStore
+from kvpress_eval.results.store import CODE, CellStore
 from kvpress_eval.results.verdict import Margin, points
 from kvpress_eval.run.environment import now
 from kvpress_eval.run.estimate import shape_of
@@ -140,6 +141,8 @@ def tune(config: RunConfig, wishes: Wishes, console: Console, engine: Engine | N
         raise ConfigError(
             "engine ray loads the model on each machine: give its name, not a model that is loaded already"
         )
+    if config.depths:
+        raise ConfigError("a search takes one depth: give depth, or neither for answers anywhere in the context")
     config, by_likelihood = _with_data(config, wishes)
     settings = engine.model.config if engine else read_settings(config)
     check_lengths(config, settings, wishes.context)
@@ -219,7 +222,8 @@ class _Tuning:
         """Raise ConfigError if the full cache scores no better than the cache of another context."""
         first, pairs = 0, []
         num_contexts = min(len(part.contexts) for part in self.split.searched)
-        for contexts in rungs(num_contexts):
+        looks = rungs(num_contexts)
+        for contexts in looks:
             for part in self.split.searched:
                 for place in range(first, contexts):
                     self._stop_if_asked()
@@ -232,7 +236,7 @@ class _Tuning:
                         for item, swapped_item in zip(items, swapped, strict=True)
                     ]
             first = contexts
-            if better(pairs):
+            if better(pairs, len(looks), is_last=contexts == looks[-1]):
                 return
             own_score, swapped_score = (100 * sum(pair[side] for pair in pairs) / len(pairs) for side in (0, 1))
             scores = (
@@ -366,7 +370,10 @@ class _Tuning:
             timed = {"prefill_seconds": result.prefill_seconds, "seconds_per_token": result.seconds_per_token}
             figures = {key: value for key, value in asdict(result).items() if key not in ("text", "ids", *timed)}
             score = examiner.score_of(press, item)
-            rows.append({"sample": item.id, "status": "ok", "score": score, **figures, "measured": timed})
+            document = item.document or item.id
+            rows.append(
+                {"sample": item.id, "document": document, "status": "ok", "score": score, **figures, "measured": timed}
+            )
         return CellResult({"press": press, "task": part.task, "length": part.length}, len(rows), rows, None, None)
 
     def _guaranteed(
@@ -437,6 +444,12 @@ def _with_data(config: RunConfig, wishes: Wishes) -> tuple[RunConfig, bool]:
     if "tasks" in config.model_fields_set:
         raise ConfigError("give data or tasks, not both: data are tasks of your own, as file:PATH is")
     if not has_answers(wishes.data):
+        ignored = [name for name in ("question_aware", "max_context_length", "data_dir") if getattr(config, name)]
+        if ignored:
+            raise ConfigError(
+                f"{wishes.data} holds texts without questions, to which {', '.join(ignored)} cannot apply: leave that out; "
+                "lengths cuts the texts"
+            )
         return config, True
     return config.model_copy(update={"tasks": (f"{FILE_PREFIX}{wishes.data}",)}), False
 
@@ -493,7 +506,7 @@ def _check_can_guarantee(wishes: Wishes, split: Split) -> None:
         return
     contexts: dict[str, int] = {}
     for part in split.held_out:
-        contexts[part.task] = contexts.get(part.task, 0) + len(part.contexts)
+        contexts[part.task] = contexts.get(part.task, 0) + len(set(part.documents))
     task, fewest = min(contexts.items(), key=lambda item: item[1])
     needed = least_contexts(wishes.margin, wishes.confidence, FINALISTS)
     if fewest < needed:
@@ -520,6 +533,7 @@ def _lengths(split: Split) -> tuple[int, ...]:
 
 def _identity(config: RunConfig, wishes: Wishes, engine: Engine, split: Split) -> dict[str, Any]:
     """Return all settings that the scores of a search depend on."""
+    code = code_of(entry.press for entry in kvpress.list_presses())
     return {
         "kvpress": kvpress.__version__,
         "model": config.model,
@@ -536,6 +550,8 @@ def _identity(config: RunConfig, wishes: Wishes, engine: Engine, split: Split) -
         "data": split.identity,
         **({"max_context_length": config.max_context_length} if config.max_context_length else {}),
         **({"model_kwargs": config.model_kwargs} if config.model_kwargs else {}),
+        # A press of the user may change under the same name.
+        **({CODE: code} if code else {}),
     }
 
 

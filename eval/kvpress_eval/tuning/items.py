@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Items of the search and held-out items: each context belongs to one of the two sets."""
+"""Items of the search and held-out items: each document belongs to one of the two sets."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import zip_longest
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -44,6 +44,8 @@ class Item:
     query: Query
     max_new_tokens: int
     continued: tuple[int, ...] = ()
+    document: str = ""
+    """Identifier of the document of the context; empty if no other context is from it."""
 
     @property
     def exact(self) -> bool:
@@ -69,6 +71,11 @@ class SplitPart:
         """All items in order."""
         return [item for context in self.contexts for item in context]
 
+    @property
+    def documents(self) -> list[str]:
+        """The document of each context; a number if no other context is from it."""
+        return [context[0].document or str(number) for number, context in enumerate(self.contexts)]
+
 
 @dataclass(frozen=True)
 class Split:
@@ -85,6 +92,9 @@ class Split:
 def split_tasks(config: RunConfig, tokenizer: PreTrainedTokenizerBase, samples: int, held_out: int) -> Split:
     """Divide the contexts of each task: up to `samples` for the search, and up to `held_out` others.
 
+    Contexts from one document are not independent: they go to the same side, and one of each document is taken first. A
+    document has several contexts if questions are part of them, or if it is cut to leave room for each question.
+
     Raises:
         ConfigError, DataError: a task has too few contexts to divide, or its data cannot be read.
     """
@@ -100,8 +110,8 @@ def split_tasks(config: RunConfig, tokenizer: PreTrainedTokenizerBase, samples: 
     for source in sources:
         samples_made = source.make(tokenizer)
         items = [_item(sample, source, tokenizer, config) for sample in samples_made]
-        groups = [list(group) for _, group in groupby(items, key=lambda item: item.prompt.first)]
-        divided = _divide(source.task, groups[:contexts], samples, held_out, config.seed)
+        documents = _by_document(items)
+        divided = _divide(source.task, documents[:contexts], samples, held_out, config.seed)
         by_id = {sample.id: sample for sample in samples_made}
         parts.append([SplitPart(source.task, source.length, part, _part_of(source, by_id, part)) for part in divided])
     identity = hash_json(
@@ -118,24 +128,36 @@ def split_texts(
 ) -> Split:
     """Divide the texts of a file. The last `CONTINUED` tokens of a text are scored, the tokens before them are its context.
 
+    Pieces of one text go to the same side, unless the file has too few texts to divide.
+
     Raises:
         DataError: there are too few texts, or they are too short.
     """
     longest = max(config.lengths) + CONTINUED
-    contexts: list[list[Item]] = []
-    for ids in _pieces(path, tokenizer, longest):
+    texts: dict[str, list[list[Item]]] = {}
+    count = 0
+    for document, ids in _pieces(path, tokenizer, longest):
+        if document not in texts and len(texts) == samples + held_out:
+            break
         first, second, continued = ids[:-CONTINUED], ids[-CONTINUED : -CONTINUED + 1], ids[-CONTINUED + 1 :]
         prompt = Prompt(first, second, tokenizer.decode(first))
-        contexts.append([Item(f"{TEXT}-{len(contexts)}", TEXT, 0, prompt, _NO_QUESTION, 1, tuple(continued))])
-        if len(contexts) == samples + held_out:
+        item = Item(f"{TEXT}-{count}", TEXT, 0, prompt, _NO_QUESTION, 1, tuple(continued), document)
+        texts.setdefault(document, []).append([item])
+        count += 1
+        if len(texts) == 1 and ".jsonl" not in path.suffixes and count == samples + held_out:
             break
-    if len(contexts) < 2 * _FEWEST:
+    if count < 2 * _FEWEST:
         raise DataError(
-            f"{path} has {len(contexts)} texts of at least {2 * CONTINUED} tokens; at least {2 * _FEWEST} are needed, half of "
+            f"{path} has {count} texts of at least {2 * CONTINUED} tokens; at least {2 * _FEWEST} are needed, half of "
             "them held out"
         )
-    searched, kept = _divide(TEXT, contexts, samples, held_out, config.seed)
-    identity = hash_json([[item.prompt.first, list(item.continued)] for context in contexts for item in context])
+    units = list(texts.values())
+    if len(units) < 2 * _FEWEST:  # the pieces of a book are all there is
+        pieces = [[replace(item, document="") for item in context] for unit in units for context in unit]
+        units = [[piece] for piece in pieces[: samples + held_out]]
+    searched, kept = _divide(TEXT, units, samples, held_out, config.seed)
+    items = [item for unit in units for (item,) in unit]
+    identity = hash_json([[item.prompt.first, list(item.continued)] for item in items])
     return Split([SplitPart(TEXT, 0, searched)], [SplitPart(TEXT, 0, kept)], identity[:16], by_likelihood=True)
 
 
@@ -155,31 +177,44 @@ def has_answers(path: Path) -> bool:
     return any(answered)
 
 
-def _pieces(path: Path, tokenizer: PreTrainedTokenizerBase, longest: int) -> Iterator[list[int]]:
-    """Yield the tokens of the texts of a file, long ones in pieces, without those too short for a context."""
+def _pieces(path: Path, tokenizer: PreTrainedTokenizerBase, longest: int) -> Iterator[tuple[str, list[int]]]:
+    """Yield the number and the tokens of the texts of a file, long ones in pieces, without those too short for a context."""
     try:
-        for text in documents(str(path)):
+        for number, text in enumerate(documents(str(path))):
             ids = tokenizer(text)["input_ids"]
             for start in range(0, len(ids), longest):
                 if len(piece := ids[start : start + longest]) >= 2 * CONTINUED:
-                    yield piece
+                    yield str(number), piece
     except (OSError, ValueError) as error:
         raise DataError(str(error)) from error
 
 
+def _by_document(items: Sequence[Item]) -> list[list[list[Item]]]:
+    """Return the items by document and context, in the order of the first ones."""
+    documents: dict[str, dict[tuple[int, ...], list[Item]]] = {}
+    for item in items:
+        documents.setdefault(item.document, {}).setdefault(tuple(item.prompt.first), []).append(item)
+    return [list(contexts.values()) for contexts in documents.values()]
+
+
 def _divide(
-    task: str, contexts: list[list[Item]], samples: int, held_out: int, seed: int
+    task: str, documents: list[list[list[Item]]], samples: int, held_out: int, seed: int
 ) -> tuple[list[list[Item]], list[list[Item]]]:
-    """Divide contexts at random; fewer contexts than requested are divided in the same proportion."""
-    if len(contexts) < 2 * _FEWEST:
+    """Divide the contexts of documents at random; fewer documents than requested are divided in the same proportion."""
+    if len(documents) < 2 * _FEWEST:
         raise ConfigError(
-            f"{task} has {len(contexts)} contexts; at least {2 * _FEWEST} are needed, as those that a press is searched on "
+            f"{task} has {len(documents)} contexts; at least {2 * _FEWEST} are needed, as those that a press is searched on "
             "cannot say how good it is: give more samples"
         )
-    order = random.Random(f"tune-{seed}-{task}").sample(contexts, len(contexts))  # noqa: S311  # reproducible
+    order = random.Random(f"tune-{seed}-{task}").sample(documents, len(documents))  # noqa: S311  # reproducible
     kept = round(len(order) * held_out / (samples + held_out))
     kept = min(max(kept, _FEWEST), len(order) - _FEWEST)
-    return order[kept:][:samples], order[:kept]
+    return _in_turn(order[kept:])[:samples], _in_turn(order[:kept])[:held_out]
+
+
+def _in_turn(documents: Sequence[Sequence[list[Item]]]) -> list[list[Item]]:
+    """Return the first context of each document, then the second ones, and so on."""
+    return [context for turn in zip_longest(*documents) for context in turn if context is not None]
 
 
 def _part_of(source: Source, samples: dict[str, Sample], contexts: Sequence[Sequence[Item]]) -> Source:
@@ -194,4 +229,5 @@ def _item(sample: Sample, source: Source, tokenizer: PreTrainedTokenizerBase, co
         prompt = make_prompt(tokenizer, sample, question_aware=aware, longest=longest)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return Item(sample.id, source.task, source.length, prompt, sample.query, source.max_new_tokens)
+    document = sample.document or hash_json(sample.context)
+    return Item(sample.id, source.task, source.length, prompt, sample.query, source.max_new_tokens, document=document)

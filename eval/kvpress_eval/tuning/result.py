@@ -20,7 +20,7 @@ from kvpress_eval.common.terminal import MISSING, Name, number, plain_table
 from kvpress_eval.results.cells import CellResult
 from kvpress_eval.results.guarantee import Guarantee
 from kvpress_eval.results.stats import ScoreInterval, mean_interval, paired_difference
-from kvpress_eval.results.summary import summarise
+from kvpress_eval.results.summary import independent_pairs, summarise
 from kvpress_eval.results.verdict import judge, points
 from kvpress_eval.tuning.items import SplitPart
 from kvpress_eval.tuning.sizing import PlannedSize
@@ -120,7 +120,7 @@ def measured(cells: Sequence[CellResult]) -> list[Measured]:
 def _by_task(cells: Sequence[CellResult]) -> dict[str, list[list[float]]]:
     groups: dict[str, list[list[float]]] = {}
     for cell in cells:
-        groups.setdefault(cell.task, []).append(list(cell.scores.values()))
+        groups.setdefault(cell.task, []).append(cell.independent_scores)
     return groups
 
 
@@ -129,17 +129,19 @@ def _pairs_by_task(
 ) -> dict[str, list[list[tuple[float, float]]]]:
     groups: dict[str, list[list[tuple[float, float]]]] = {}
     for ours_cell, theirs_cell in zip(ours, theirs, strict=True):
-        pairs = [(score, theirs_cell.scores[sample]) for sample, score in ours_cell.scores.items()]
-        groups.setdefault(ours_cell.task, []).append(pairs)
+        groups.setdefault(ours_cell.task, []).append(independent_pairs(ours_cell, theirs_cell))
     return groups
 
 
 def losses_by_context(cells: Sequence[CellResult], held_out: Sequence[SplitPart]) -> dict[str, dict[str, list[float]]]:
-    """Return by press and task the mean loss against the full cache of each context, for presses with complete cells."""
+    """Return by press and task the mean loss against the full cache of each context, for presses with complete cells.
+
+    Contexts from one document count as one.
+    """
     context_of = {
-        (part.task, item.id): (part.length, number)
+        (part.task, item.id): (part.length, document)
         for part in held_out
-        for number, items in enumerate(part.contexts)
+        for document, items in zip(part.documents, part.contexts, strict=True)
         for item in items
     }
     full: dict[str, dict[str, float]] = {}

@@ -23,7 +23,7 @@ from optuna.trial import TrialState
 import kvpress
 from kvpress.plan import plan
 from kvpress_eval.common.files import hash_json, replace_file
-from kvpress_eval.results.stats import paired_difference_bounds
+from kvpress_eval.results.stats import paired_difference
 from kvpress_eval.run.generation import parts
 from kvpress_eval.run.progress import RunProgress
 from kvpress_eval.tuning.items import Item, SplitPart
@@ -270,7 +270,7 @@ class Search:
         best = self.ranked[0]
         task, change = best.worst
         pairs = self._pairs(best.press, best.contexts or self.rungs[0])[task]
-        sure = paired_difference_bounds(pairs)
+        sure = paired_difference([pairs])
         return (
             f"{best.press}: worst task {task} {100 * change:+.1f} points (95% {100 * sure.low:+.0f} to "
             f"{100 * sure.high:+.0f}, {len(pairs)} samples), mean {100 * best.mean:+.1f}; {len(self.standings)} presses were "

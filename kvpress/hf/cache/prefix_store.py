@@ -25,7 +25,7 @@ import kvpress
 from kvpress.cache.report import format_bytes, parse_bytes
 from kvpress.core.calibration import identify
 from kvpress.core.press import BasePress
-from kvpress.core.spec import get_press, own_code
+from kvpress.core.spec import files_of, get_press, own_code
 from kvpress.hf.cache.files import load, plain_press, save
 from kvpress.hf.cache.info import cache_info
 from kvpress.hf.fingerprint import configuration, digest_of_tokenizer
@@ -278,9 +278,10 @@ class PrefixStore:
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> Path:
         """Return the folder of a model and a press. The weights are sampled anew each time, since they may have changed."""
-        plain, code = plain_press(_or_none(press)), own_code(_or_none(press))
-        key = [identify(facts_of(model)), configuration(model), str(model.dtype), plain, code, _files_in(plain)]
-        if tokenizer is not None and _reads_words(_or_none(press)):
+        chosen = _or_none(press)
+        made_of = [plain_press(chosen), own_code(chosen), files_of(chosen)]
+        key = [identify(facts_of(model)), configuration(model), str(model.dtype), *made_of]
+        if tokenizer is not None and _reads_words(chosen):
             key.append(digest_of_tokenizer(tokenizer))
         text = json.dumps([*key, kvpress.__version__], sort_keys=True)
         return self.folder / hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -308,12 +309,3 @@ def _name(ids: Tensor, mask: Tensor | None, variant: str = "") -> str:
     for tensor in (ids, mask) if padded and mask is not None else (ids,):
         digest.update(tensor.to("cpu", torch.int64).contiguous().numpy().data)
     return f"{ids.shape[1]}-{digest.hexdigest()[:32]}{ENDING}"
-
-
-def _files_in(plain: Any) -> list[str]:
-    """Return digests of the files named in the settings of a press."""
-    if isinstance(plain, str):
-        path = Path(plain)
-        return [hashlib.sha256(path.read_bytes()).hexdigest()] if "." in plain and path.is_file() else []
-    items = plain.values() if isinstance(plain, dict) else plain if isinstance(plain, list) else ()
-    return [digest for item in items for digest in _files_in(item)]

@@ -339,6 +339,30 @@ def test_eval_runs_tasks_of_lm_eval_too(folder: Path, tmp_path: Path) -> None:
     records = json.loads(path.read_text())["presses"]
     assert {record["press"] for record in records} == {"none", PRESS}
     assert not (tmp_path / "run" / "cells").exists()
+    further = ["--press", "none", *options[4:], "--samples", "2", "--out", str(tmp_path / "run")]
+    for files in (2, 2):
+        code, output = invoke("eval", *further)
+        assert code == 0, output
+        assert len(list((tmp_path / "run").glob("lm-eval-*.json"))) == files
+    assert json.loads(path.read_text())["presses"] == records
+
+
+def test_settings_that_lm_eval_does_not_read_are_refused(tmp_path: Path) -> None:
+    code, output = invoke(
+        "eval",
+        "--press",
+        "none",
+        "--lm-eval",
+        "codes",
+        "--seed",
+        "3",
+        "--question-aware",
+        "--out",
+        str(tmp_path / "run"),
+    )
+    assert code == 2
+    assert "tasks of lm-eval do not read seed, question_aware: leave that out" in output
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_folder_of_tasks_that_does_not_exist(tmp_path: Path) -> None:

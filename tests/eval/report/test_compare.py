@@ -138,6 +138,7 @@ def test_a_run_alone_needs_no_model(copied: Path, tmp_path: Path) -> None:
     ("arguments", "code", "message"),
     [
         (("knorm:0.5", "snapkv:0.5"), 2, "give --text FILE, --run FOLDER, or both"),
+        (("knorm:0.5", "snapkv:0.5", "--run", ".", "--tokens", "64"), 2, "tokens cuts the text of --text"),
         (("knorm:0.5", "knorm:compression_ratio=0.5", "--run", "."), 2, "are the same press"),
         (("knorm:0.5", "snapkw:0.5", "--text", "none.txt"), 2, "snapkv"),
         (("knorm:0.5", "snapkv:0.5", "--text", "none.txt"), 3, "cannot read none.txt"),

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from kvpress_eval.results.stats import (
     PERMUTATIONS,
+    better,
     holm,
     mean_interval,
     paired_difference,
-    paired_difference_bounds,
     paired_p_value,
+    pool,
 )
 from scipy import stats as scipy_stats
 
@@ -53,6 +54,24 @@ def test_groups_without_spread_are_resampled_together() -> None:
     assert estimate.low < 0.4 < 0.6 < estimate.high
 
 
+def test_groups_of_one_sample_are_not_certain() -> None:
+    """A run with one sample for each of several tasks: the spread lies between the tasks, as for one group of all."""
+    scores = [1.0, 0.0, 1.0, 1.0, 0.0, 1.0]
+    pairs = [[(score, 1.0)] for score in scores]
+    together = paired_difference([[pair for group in pairs for pair in group]])
+    assert paired_difference(pairs) == together
+    assert together.low < -1 / 3 < together.high
+    assert mean_interval([[score] for score in scores]) == mean_interval([scores])
+    mixed = paired_difference([[(1.0, 1.0)] * 5, *pairs])
+    assert mixed.mean == pytest.approx(-2 / 7)
+    assert mixed.low < mixed.mean - 0.1 < mixed.mean + 0.1 < mixed.high
+    apart = paired_difference([[(1.0, 1.0)] * 4, [(0.0, 1.0)] * 4])
+    assert apart.low < apart.mean - 0.1 < -0.5 + 0.1 < apart.high
+    wide = mean_interval([[0.0], [1.0, 1.0, 0.0]])
+    assert wide.mean == pytest.approx(1 / 3)
+    assert 0 == wide.low < wide.mean < wide.high <= 1
+
+
 def test_every_group_counts_alike() -> None:
     assert mean_interval([[1.0, 0.0], [1.0] * 98 + [0.0] * 2]).mean == pytest.approx(0.74)
 
@@ -66,7 +85,8 @@ def test_pairing_removes_common_variation() -> None:
     assert estimate.high < 0
     assert estimate.high - estimate.low < 0.1
     same = paired_difference([[(1.0, 1.0), (0.0, 0.0)]])
-    assert (same.mean, same.low, same.high) == (0, 0, 0)
+    assert same.mean == 0
+    assert -same.low == same.high == pytest.approx(1 - 0.025 ** (1 / 2))
 
 
 def test_p_values_count_all_exchanges() -> None:
@@ -127,11 +147,50 @@ def test_intervals_do_not_depend_on_the_order() -> None:
 
 
 def test_few_equal_pairs_are_not_certain() -> None:
-    assert paired_difference([[(1.0, 1.0)]]).high == 0.0
     for count in (1, 2, 40):
-        estimate = paired_difference_bounds([(1.0, 1.0)] * count)
+        estimate = paired_difference([[(1.0, 1.0)] * count])
         assert estimate.mean == 0.0
         assert -estimate.low == estimate.high == pytest.approx(1 - 0.025 ** (1 / count))
-    assert paired_difference_bounds([(0.0, 1.0)] * 3).low == -1.0
-    mixed = [(1.0, 1.0), (0.0, 1.0), (1.0, 0.0), (1.0, 1.0)]
-    assert paired_difference_bounds(mixed) == paired_difference([mixed])
+        assert paired_difference([[(1.0, 1.0)]] * count) == estimate
+    assert paired_difference([[(0.0, 1.0)] * 3]).low == -1.0
+
+
+@pytest.mark.parametrize("chance", [0.1, 0.5])
+def test_guesses_are_rarely_better(chance: float) -> None:
+    """Pairs of guesses are looked at again and again, as `tune` does, which must not let more than 5% of them pass."""
+    rng, looks, passed = np.random.default_rng(0), (2, 4, 8, 16, 32), 0
+    for _ in range(100):
+        scores = (rng.random((32, 2)) < chance).astype(float).tolist()
+        pairs = [(ours, theirs) for ours, theirs in scores]
+        passed += any(better(pairs[:count], len(looks), is_last=count == looks[-1]) for count in looks)
+    assert passed <= 9  # of 100; the binomial limit at 5%
+
+
+def test_few_right_answers_are_better() -> None:
+    assert better([(1.0, 0.0)] * 2)
+    assert not better([(1.0, 0.0)] * 2, looks=5, is_last=False)
+    assert better([(1.0, 0.0)] * 8, looks=5, is_last=False)
+    assert not better([(0.0, 0.0)] * 8)
+    assert not better([(1.0, 0.0), *[(0.0, 0.0)] * 20])
+
+
+def test_answers_about_one_document_are_not_independent() -> None:
+    """20 documents with 5 equal answers each tell as much as 20 answers; of different sizes, as the linearised error says."""
+    scores = [float(number % 3 > 0) for number in range(20)]
+    values = [score for score in scores for _ in range(5)]
+    clusters = [f"document {number // 5}" for number in range(100)]
+    assert pool(values, clusters) == pytest.approx(scores)
+    assert pool(scores, clusters[::5]) == scores
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(1, 9, size=400)
+    means = []
+    for _ in range(300):
+        chances = rng.random(400).repeat(sizes)
+        drawn = (rng.random(len(chances)) < chances).astype(float)
+        pooled = pool(drawn.tolist(), np.arange(400).repeat(sizes).astype(str).tolist())
+        assert np.mean(pooled) == pytest.approx(drawn.mean())
+        means.append(drawn.mean())
+    error = np.std(pooled, ddof=1) / np.sqrt(400)
+    assert error == pytest.approx(np.std(means), rel=0.15)
+    assert np.std(drawn, ddof=1) / np.sqrt(len(drawn)) < 0.8 * error
+    assert pool([1.0] * 3, ["a", "a", "b"]) == [1.0, 1.0]

@@ -2,10 +2,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+import torch
 from kvpress_eval.config.schema import RunConfig
-from kvpress_eval.run.generation import Limits, answer, read_contexts
+from kvpress_eval.run.generation import Limits, _length, answer, read_contexts
 from kvpress_eval.run.models import Engine, load_engine
 from kvpress_eval.run.prompts import make_prompt
 from kvpress_eval.tasks.kinds.generated import generate
@@ -120,3 +123,13 @@ def test_an_answer_ends_at_a_stop_string(engine: Engine) -> None:
     assert str(ended.text).split() == words[: words.index(words[2]) + 1]
     assert ended.new_tokens < unstopped.new_tokens
     assert ended.end_uncompressed_bytes < unstopped.end_uncompressed_bytes
+
+
+@pytest.mark.parametrize(("pad", "expected"), [(2, 3), (0, 3)])
+def test_padding_is_no_part_of_an_answer(pad: int, expected: int) -> None:
+    """Many tokenizers pad with the token that ends an answer."""
+    tokenizer = SimpleNamespace(pad_token_id=pad, eos_token_id=2)
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[2, 3]))
+    engine = cast(Engine, SimpleNamespace(tokenizer=tokenizer, model=model))
+    assert _length(torch.tensor([5, 6, 2, pad, pad, pad]), engine) == expected
+    assert _length(torch.tensor([5, 6, 7]), engine) == 3

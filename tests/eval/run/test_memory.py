@@ -43,7 +43,7 @@ def test_groups_are_as_large_as_memory_allows(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_one_cache_of_a_group_has_room_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Caches are freed once their questions are answered; a cache that is cut while it grows needs no more than at first."""
+    """Caches are freed once their questions are answered; a cache that is cut while it grows needs room until the cut."""
     model, new = tiny_model("llama"), 200
     geometry, bytes_held = Geometry.of(model.config), sum(sizes(model))
     presses = [kvpress.get_press(press) for press in PRESSES]
@@ -57,7 +57,10 @@ def test_one_cache_of_a_group_has_room_for_an_answer(monkeypatch: pytest.MonkeyP
     assert groups(bytes_held + max(growth), PRESSES) == [PRESSES]
     assert groups(bytes_held + max(growth) - 1, PRESSES) == [PRESSES[:-1], PRESSES[-1:]]
     cut = ["decoding(knorm):compression_interval=8,target_size=64"] * 2
-    assert groups(2 * sizes(model)[0], cut) == [cut]
+    before_cut = plan(kvpress.get_press(cut[0]), geometry, TOKENS, BATCH, 7).total_bytes - sizes(model)[0]
+    assert 0 < before_cut < max(growth)
+    assert groups(2 * sizes(model)[0] + before_cut, cut) == [cut]
+    assert groups(2 * sizes(model)[0] + before_cut - 1, cut) == [cut[:1], cut[1:]]
 
 
 def test_a_press_that_refuses_the_contexts_counts_as_a_full_cache(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,16 @@ def test_stored_rows_are_not_measured_again(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.parametrize("content", [None, "{", "[]"])
+def test_rows_whose_settings_are_lost_are_not_mixed_with_others(tmp_path: Path, content: str | None) -> None:
+    with opened(tmp_path) as rows:
+        measure(rows, {})
+    path = tmp_path / "cell.json"
+    path.unlink() if content is None else path.write_text(content)
+    with pytest.raises(OutputError, match="cannot be read: use another --out"), opened(tmp_path, seed=1):
+        pass
+
+
 def test_a_press_that_has_used_its_time_is_skipped(tmp_path: Path) -> None:
     slow = {"none": 500.0, "random:0.5": 124.0}
     with opened(tmp_path, limit=120) as rows:

@@ -11,7 +11,9 @@ import pytest
 import torch
 from kvpress_eval.common.errors import ConfigError, DiskFullError
 from kvpress_eval.config.schema import RunConfig
+from kvpress_eval.results.stats import mean_interval
 from kvpress_eval.results.store import CellStore
+from kvpress_eval.results.summary import summarise
 from kvpress_eval.run import job, runner
 from kvpress_eval.run.interrupt import Interrupt
 from kvpress_eval.run.models import load_engine
@@ -21,6 +23,7 @@ from rich.console import Console
 
 from tests.eval.content import content
 from tests.eval.faults.runs import start, wait_for, work
+from tests.eval.jsonl import write_lines
 
 Small = Callable[..., RunConfig]
 
@@ -42,6 +45,23 @@ def test_a_run_measures_the_configured_cells(finished: tuple[RunConfig, RunResul
             assert row["measured"]["prefill_seconds"] > 0
     assert all(score == 1 for cell in result.cells if cell.press == "none" for score in cell.scores.values())
     assert {"torch", "transformers", "kvpress", "threads", "dtype", "config", "date"} <= set(result.record)
+
+
+def test_answers_about_one_document_share_its_name(small: Small, quiet: Console, tmp_path: Path) -> None:
+    """Four questions about each of three texts weigh as three independent answers, not as twelve."""
+    rows = [
+        {"context": f" The code for {key} is {1000 + place}.", "question": f" What is {number}?", "answer": "1"}
+        for place, key in enumerate(("tiger", "lantern", "hammer"))
+        for number in range(4)
+    ]
+    tasks = (f"file:{write_lines(tmp_path / 'own.jsonl', *rows)}",)
+    for question_aware in (False, True):
+        result = run(small(tasks=tasks, samples=12, presses=("none",), question_aware=question_aware), quiet)
+        (cell,) = result.cells
+        assert len(cell.rows) == 12
+        assert len(set(cell.documents.values())) == len(cell.independent_scores) == 3
+        (summary,) = summarise(result.cells)
+        assert summary.accuracy == mean_interval([cell.independent_scores])
 
 
 def test_a_finished_run_is_not_repeated(small: Small, quiet: Console, monkeypatch: pytest.MonkeyPatch) -> None:

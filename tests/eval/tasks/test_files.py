@@ -113,3 +113,12 @@ def test_values_that_a_row_does_not_take(tmp_path: Path, change: dict[str, objec
     path = write_lines(tmp_path / "rows.jsonl", row("single", 512, "4837") | change)
     with pytest.raises(DataError, match=message):
         read_file(path)
+
+
+def test_line_separators_inside_of_a_text_divide_no_row(tmp_path: Path) -> None:
+    row = {"context": "one\u2028two\x85three", "question": "q?", "answer": "a"}
+    path = tmp_path / "own.jsonl"
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for _ in range(2)), encoding="utf-8")
+    assert [sample.context for sample in read_file(path).samples] == [row["context"]] * 2
+    path.write_text("\ufeff" + path.read_text(encoding="utf-8"), encoding="utf-8")
+    assert len(read_file(path).samples) == 2

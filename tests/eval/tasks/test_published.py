@@ -52,6 +52,7 @@ GOLDEN: list[tuple[Score, str, tuple[str, ...], float]] = [
     (infinitebench.found_number, "12.0", ("12",), 0.0),
     (infinitebench.intermediate_values, "[2, -7, 5]", ("2", "7", "4"), 2 / 3),
     (infinitebench.intermediate_values, "no", ("2",), 0.0),
+    (infinitebench.intermediate_values, "02, 7" + 5000 * "0", ("2", "7"), 0.5),  # more digits than Python converts
     (loogle.cloze, "{'<mask-0>': 'Bob', '<mask-1>': 'Rome'}", ('{"<mask-0>": "Bob", "<mask-1>": "Paris"}',), 0.5),
     (loogle.cloze, '{"<mask-0>": "Bob"}', ('{"<mask-0>": "Bob"}',), 1.0),
     (loogle.cloze, "Sure: {'<mask-0>': 'Bob'}", ('{"<mask-0>": "Bob"}',), 0.0),
@@ -63,6 +64,7 @@ GOLDEN: list[tuple[Score, str, tuple[str, ...], float]] = [
     (scbench.share, "VAR a, b", ("A", "b", "zz"), 0.67),
     (scbench.extreme, "12.9", ("12",), 1.0),
     (scbench.extreme, "12.9", ("12.5",), 0.0),
+    (scbench.extreme, 5000 * "1", ("12",), 0.0),
 ]
 
 

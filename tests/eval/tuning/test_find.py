@@ -191,6 +191,17 @@ def test_wishes_that_cannot_be_met(tmp_path: Path, wishes: dict[str, Any], messa
     assert not (tmp_path / "best").exists()
 
 
+def test_options_that_a_search_cannot_read_are_refused(tmp_path: Path) -> None:
+    """Samples at two depths have the same names, so that the scores of one depth would count for the other."""
+    with pytest.raises(ConfigError, match="a search takes one depth"):
+        run_tune(tmp_path / "best", tasks=("niah_single",), depths=(0.0, 1.0))
+    path = write_lines(tmp_path / "texts.jsonl", {"text": "One text."})
+    config = RunConfig(question_aware=True, max_context_length=64, out=tmp_path / "best")
+    with pytest.raises(ConfigError, match="to which question_aware, max_context_length cannot apply: leave that out"):
+        find.tune(config, replace(WISHES, data=path), Console())
+    assert not (tmp_path / "best").exists()
+
+
 def test_memory_is_of_weights_and_cache(tmp_path: Path) -> None:
     tuned, printed = run_tune(
         tmp_path, replace(WISHES, smaller=None, memory="5.06MiB", candidates=4, max_drop=0.0), tasks=("niah_single",)

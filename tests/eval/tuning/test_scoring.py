@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from kvpress_eval.config.schema import RunConfig
+from kvpress_eval.results.cells import CellResult
 from kvpress_eval.run.generation import Limits, answer, read_contexts
 from kvpress_eval.run.prompts import Prompt
 from kvpress_eval.tasks.sample import Query, score
 from kvpress_eval.tuning import scoring
 from kvpress_eval.tuning.items import CONTINUED, Item, SplitPart, split_tasks, split_texts
+from kvpress_eval.tuning.result import losses_by_context
 from kvpress_eval.tuning.scoring import Examiner
 
 import kvpress
@@ -142,6 +144,49 @@ def test_the_likeliest_tokens_decide_the_score(texts: tuple[str, ...], expected:
     examiner.remember([{"sample": "none | one", "press": "none", "score": 0.0, "ids": [5, 5]}])
     assert examiner._decide(item, [token(text) for text in texts], [token("48"), token("37")]) == expected
     assert examiner._decide(item, [2, 2, 2], [token("48"), token("37")]) == 0.0  # the answer ended before it began
+
+
+@pytest.mark.parametrize("is_scattered", [False, True])
+@pytest.mark.parametrize("question_aware", [False, True])
+def test_a_document_is_searched_or_held_out(tmp_path: Path, is_scattered: bool, question_aware: bool) -> None:
+    """Questions about one text, in any order of the rows and with the question compressed too, count as one context."""
+    rows = [
+        {"context": f" The price for {key} is {price}.", "question": f" What is {word} of {key}?", "answer": str(price)}
+        for price, key in enumerate(("tiger", "lantern", "hammer", "river", "garden", "window", "bridge", "letter"))
+        for word in ("the price", "the cost", "the code")
+    ]
+    if is_scattered:
+        rows = rows[0::3] + rows[1::3] + rows[2::3]
+    config = RunConfig(tasks=(f"file:{write_lines(tmp_path / 'own.jsonl', *rows)}",), question_aware=question_aware)
+    split = split_tasks(config, bundled_model().tokenizer, 5, 5)
+    (searched,), (held_out,) = split.searched, split.held_out
+    assert len(set(searched.documents)) == len(set(held_out.documents)) == 4
+    assert not set(searched.documents) & set(held_out.documents)
+    assert {len(context) for context in (*searched.contexts, *held_out.contexts)} == {1 if question_aware else 3}
+    assert len(searched.contexts) == (5 if question_aware else 4)
+    rows_of = [{"sample": item.id, "score": float(number % 2)} for number, item in enumerate(held_out.items)]
+    cells = [
+        CellResult({"press": press, "task": "data", "length": 0}, len(rows_of), rows_of, None, None)
+        for press in ("none", "knorm:0.5")
+    ]
+    assert losses_by_context(cells, [held_out])["knorm:0.5"] == {"data": [0.0] * 4}
+
+
+@pytest.mark.parametrize("count", [1, 6])
+def test_pieces_of_a_text_are_searched_or_held_out(tmp_path: Path, count: int) -> None:
+    """Pieces of a text resemble each other; a file with a single text can be divided into pieces only."""
+    sentence = " The price for tiger is 12. The old river runs."
+    rows = [{"text": f" Text {number}." + sentence * 200} for number in range(count)]
+    split = split_texts(
+        write_lines(tmp_path / "texts.jsonl", *rows), RunConfig(lengths=(128,)), bundled_model().tokenizer, 5, 4
+    )
+    (searched,), (held_out,) = split.searched, split.held_out
+    assert (len(searched.contexts), len(held_out.contexts)) == (5, 4)
+    if count > 1:
+        assert not set(searched.documents) & set(held_out.documents)
+        assert len(set(searched.documents)) + len(set(held_out.documents)) == count
+    else:
+        assert len(set(held_out.documents)) == 4
 
 
 def test_the_likelihood_of_a_text_is_that_of_one_pass(tmp_path: Path) -> None:

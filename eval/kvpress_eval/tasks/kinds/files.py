@@ -86,7 +86,8 @@ def _read(path: Path) -> tuple[bytes, str]:
 
 
 def _rows(path: Path, text: str) -> Iterator[tuple[int, dict[str, object]]]:
-    for number, line in enumerate(text.splitlines(), start=1):
+    # Split as bytes: `str.splitlines` would also split at the line separators that texts contain.
+    for number, line in enumerate(text.encode().splitlines(), start=1):
         try:
             row = json.loads(line)
             if not isinstance(row, dict):

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvpress_eval.common.errors import ConfigError, DataError
+from kvpress_eval.common.files import hash_json
 from kvpress_eval.tasks.documents import cut_middle, require_lengths
 from kvpress_eval.tasks.longbench import metrics
 from kvpress_eval.tasks.longbench.data import (
@@ -84,7 +85,8 @@ def _make(
         context = cut_middle(form.before + row.text, question, length, tokenizer)
         score = partial(metrics.best, metric=row.adapt(form.metric), first_line=form.first_line)
         query = Query(question, "", row.right, score, separator="", chat=form.chat)
-        samples.append(Sample(f"{name}-{length}-{row.id}", name, length, context, query))
+        name_of_sample = f"{name}-{length}-{row.id}"
+        samples.append(Sample(name_of_sample, name, length, context, query, document=hash_json(row.text)))
     return samples
 
 

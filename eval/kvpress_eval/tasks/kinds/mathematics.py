@@ -40,7 +40,7 @@ def same_integer(text: str, answers: Sequence[str]) -> float:
         return 0.0
     unwrapped = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", content).replace("{,}", ",")
     plain = re.sub(r"\\[,!; ]|[\s$]", "", unwrapped).strip(".")
-    number = re.fullmatch(r"\d{1,3}(?:,\d{3})*|\d{1,9}", plain)
+    number = re.fullmatch(r"\d{1,3}(?:,\d{3}){0,3}|\d{1,9}", plain)
     return float(number is not None and int(plain.replace(",", "")) == int(answers[0]))
 
 

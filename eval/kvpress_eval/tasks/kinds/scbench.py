@@ -7,6 +7,7 @@ their right answers, as in a conversation.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -52,9 +53,10 @@ def extreme(text: str, answers: Sequence[str]) -> float:
     number = re.search(r"\d+\.\d+|\d+", text)
     if number is None:
         return 0.0
-    return float(
-        float(number[0]) == float(answers[0]) if "." in answers[0] else int(float(number[0])) == int(answers[0])
-    )
+    value = float(number[0])
+    if "." in answers[0]:
+        return float(value == float(answers[0]))
+    return float(math.isfinite(value) and int(value) == int(answers[0]))
 
 
 _INPUT = "\n\n{input}\n"
