@@ -42,7 +42,7 @@ BANDS = (
 CODEC = re.compile(r"(kivi|rotated|turboquant):bits=\d")
 """Spec of a codec alone, whose name is the first group."""
 LABELLED = (
-    "kvzip:0.5", "kvzip:0.75", "kivi:bits=4", "kivi:bits=2", "turboquant:bits=3", "snapkv:0.5", "keydiff:0.5",
+    "kvzip:0.5", "kvzip:0.75", "kivi:bits=4", "kivi:bits=2", "rotated:bits=4", "turboquant:bits=3", "snapkv:0.5", "keydiff:0.5",
     "expected_attention:0.5,epsilon=0.02", "quest:budget=128,page_size=4", "budgeted(compactor):smaller=10",
 )  # fmt: skip
 """Presses whose points have names; more names would overlap at the width of a page."""

@@ -31,6 +31,7 @@ RECOMMENDED = {
     "conversation": "conversation(snapkv:window_size=4):budget=24",
     "prefill_decoding": "prefill_decoding(knorm:0.5; decoding(knorm):target_size=20,compression_interval=2)",
     "kivi": "kivi:bits=2,residual_length=8,group_size=8",
+    "rotated": "rotated:bits=4,residual_length=8",
     "quest": "quest:budget=16,page_size=4,skip_layers=0",
     "budgeted": "budgeted(snapkv:window_size=4):smaller=3",
     "frontier": "frontier:bytes=16KB",

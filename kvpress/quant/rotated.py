@@ -38,7 +38,7 @@ GRAM = Wanted(QueryGram)
 """Observer that the codec rounds with."""
 
 
-@register("rotated", "quantise", example="rotated:bits=3")
+@register("rotated", "quantise", example="rotated:bits=3", status="recommended")
 @dataclass
 class RotatedPress(QuantisingPress):
     """Subtract the mean of a head, rotate by a Hadamard matrix, and store codes of `bits` bits and one step per vector.
