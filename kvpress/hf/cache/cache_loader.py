@@ -123,10 +123,11 @@ class Arriving:
             raise ValueError(f"its state is a {type(state).__name__}")
         check_names(kind, state)
         if kind in OURS.values():
-            state.setdefault("merged_heads", 1)  # files of earlier versions lack it
+            for name, value in (("merged_heads", 1), ("rows_chosen", False)):  # files of earlier versions lack them
+                state.setdefault(name, value)
             if unknown := set(vars(PressLayer())) - {"call", "_cache"} - set(state):
                 raise ValueError(f"its state lacks {', '.join(sorted(unknown))}")
-            flags = ("static", "padded", "columns", "latent", "record_past", "is_initialized")
+            flags = ("static", "padded", "rows_chosen", "columns", "latent", "record_past", "is_initialized")
             if wrong := [name for name in flags if not isinstance(state[name], bool)]:
                 raise ValueError(f"its {', '.join(wrong)} cannot be used")
             merged_heads = state["merged_heads"]

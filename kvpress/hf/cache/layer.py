@@ -53,6 +53,8 @@ class PressLayer(CacheLayerMixin):
         """Tokens seen before a pass that failed between two layers of the cache."""
         self.padded = False
         """Whether rows of the last pass began with padding."""
+        self.rows_chosen = False
+        """Whether rows were chosen since then, so that those that are left may have no padding."""
         self.columns = self.latent = False
         """Whether the model reads each pair in its column by itself, and whether the pairs are latents."""
         self.merged_heads = 1
@@ -256,6 +258,11 @@ class PressLayer(CacheLayerMixin):
         PressLayer.__init__(self, None if self._cache is None else self._cache())
         self.record_past = recording
 
+    @property
+    def needs_mask(self) -> bool:
+        """Whether a pass without a mask would read padding as tokens. False once rows were chosen: those may have none."""
+        return self.padded and not self.rows_chosen
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
 
@@ -265,7 +272,7 @@ class PressLayer(CacheLayerMixin):
             if not self.padded and not self.store.sealed and len(rows) > len(rows.unique()):
                 self.store.close(None)  # rows that continue the same pairs share one copy
             self.store.select_rows(rows)
-            self.batch_size = self.store.batch
+            self.batch_size, self.rows_chosen = self.store.batch, True
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.store is not None:

@@ -140,7 +140,7 @@ class CapturedForward(threading.local):
             and all(store.seen == seen for store in stores)
             and seen >= (0 if request is None else request.prompt_end)
             and (
-                not any(layer.padded for layer in layers)  # refused by the pass
+                not any(layer.needs_mask for layer in layers)  # refused by the pass
                 if mask is None
                 else isinstance(mask, Tensor) and tuple(mask.shape) == (stores[0].batch, seen + 1)
             )

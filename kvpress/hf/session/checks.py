@@ -360,7 +360,7 @@ def check_forward(
 def check_mask_of_padded(args: tuple[Any, ...], kwargs: dict[str, Any], tokens: int) -> None:
     """Refuse a pass without a mask over a cache whose rows begin with padding; the cache has seen `tokens` tokens after it."""
     cache = cache_among((*kwargs.values(), *args))
-    padded = cache is not None and any(vars(layer).get("padded", False) for layer in cache.layers)
+    padded = cache is not None and any(getattr(layer, "needs_mask", False) for layer in cache.layers)
     if (
         padded
         and len(args) < 2

@@ -222,7 +222,7 @@ class Forward:
         if call is not None:
             layer = call.cache.layers[call.layer.cache_index]
             layer.call, layer.static, layer.read_only = None, False, False
-            layer.padded = call.tokens.mask is not None
+            layer.padded, layer.rows_chosen = call.tokens.mask is not None, False
         return call
 
     def end(self) -> None:
