@@ -33,10 +33,6 @@ class QueryMetric:
         self.weights = (weights / unit[:, None, None]).float()
         self.feedback = (inverse / inverse.diagonal(dim1=1, dim2=2)[:, :, None]).float()
 
-    def error(self, difference: Tensor) -> Tensor:
-        """Return the weighted squared norm `[N, L, 1]` of `difference [N, L, D]`."""
-        return ((difference @ self.weights) * difference).sum(dim=2, keepdim=True)
-
     def fit(self, y: Tensor, codes: Tensor, step: Tensor, top_code: int) -> tuple[Tensor, Tensor]:
         """Return centred codes `[N, L, D]` and steps `[N, L, 1]` with less weighted error than those given, row by row.
 
@@ -46,13 +42,19 @@ class QueryMetric:
             step: steps.
             top_code: the largest code.
         """
-        best = self.error(codes * step - y)
-        weighted, trial = y @ self.weights, step
+        weighted = y @ self.weights
+
+        def products(z: Tensor) -> tuple[Tensor, Tensor]:
+            return _rows(z @ self.weights, z).clamp_min(1e-30), _rows(weighted, z)
+
+        # Without the part that depends on y alone, the error of codes z with step a is a^2 z G z^T - 2 a y G z^T.
+        square, product = products(codes)
+        best, trial = step * (step * square - 2 * product), step
         for _ in range(ROUNDS):
             z = self._rounded(y, trial, top_code)
-            fitted = (weighted * z).sum(dim=2, keepdim=True) / self.error(z).clamp_min(1e-30)
-            trial = torch.where(fitted > 0, fitted, trial)
-            error = self.error(z * trial - y)
+            square, product = products(z)
+            trial = torch.where(product > 0, product / square, trial)
+            error = trial * (trial * square - 2 * product)
             better = error < best
             codes, step, best = (
                 torch.where(better, new, old) for new, old in ((z, codes), (trial, step), (error, best))
@@ -74,3 +76,8 @@ class QueryMetric:
                 codes[channel], errors[channel - start] = code, error
             left[stop:] -= torch.einsum("nce,cnl->enl", self.feedback[:, start:stop, stop:], errors)
         return codes.permute(1, 2, 0)
+
+
+def _rows(a: Tensor, b: Tensor) -> Tensor:
+    """Return the inner products `[N, L, 1]` of the rows of two tensors."""
+    return (a * b).sum(dim=2, keepdim=True)
