@@ -234,7 +234,7 @@ def test_plan_offers_no_more_than_the_positions(tmp_path: Path) -> None:
     figures = json.loads((tmp_path / "plan.json").read_text())
     assert (figures["context"], figures["positions"]) == (4096, 4096)
     assert [row["longest_context"] for row in figures["presses"]] == [4096]
-    printed = runner.invoke(app, [*arguments, "--context", "8192", "--generated", "96"]).output
+    printed = runner.invoke(app, [*arguments, "--force", "--context", "8192", "--generated", "96"]).output
     assert "8,288 tokens exceed the 4,096 positions of LlamaForCausalLM" in printed
     assert "pass --context 4000 or less" in printed
     assert json.loads((tmp_path / "plan.json").read_text())["presses"][0]["longest_context"] == 4000
