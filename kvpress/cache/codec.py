@@ -73,6 +73,11 @@ class Codec(ABC):
     tier: FileTier | None = None
     """Files for encoded pairs; None for the memory of their device."""
 
+    @property
+    def aids(self) -> tuple[Any, ...]:
+        """Observers of a prompt's queries that codes get better with; left out where no queries can be watched."""
+        return ()
+
     def begins(self, row: int, turn: bool, sealing: Sealing | None) -> bool:
         """Return whether pairs of a row that has no encoded ones are encoded now; `turn` and `sealing` as in `tiles`."""
         del row, turn, sealing

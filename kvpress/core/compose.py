@@ -51,7 +51,6 @@ def merge(recipes: Sequence[tuple[Any, Recipe]]) -> Recipe:
         selector=next((recipe.selector for recipe in parts if recipe.selector is not None), None),
         pattern=next((recipe.pattern for recipe in parts if recipe.pattern is not None), None),
         observers=tuple(item for recipe in parts for item in recipe.observers),
-        aids=tuple(item for recipe in parts for item in recipe.aids),
         hooks=tuple(hook for recipe in parts for hook in recipe.hooks),
         offloads=any(recipe.offloads for recipe in parts),
         protected=protected_by(parts),

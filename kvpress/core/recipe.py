@@ -289,8 +289,6 @@ class Recipe:
     """Maps an attention layer to its pattern, None for none."""
     observers: tuple[Wanted, ...] = ()
     """Observers that run in every phase."""
-    aids: tuple[Wanted, ...] = ()
-    """Observers of queries that make a codec's codes of a prompt better; left out where no queries can be watched."""
     hooks: tuple[PassHook, ...] = ()
     """Callbacks that run on all layers at the end of a pass."""
     offloads: bool = False

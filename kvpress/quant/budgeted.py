@@ -26,7 +26,6 @@ from kvpress.presses.criticalkv import has_output
 from kvpress.presses.kvzip import KVzipPress
 from kvpress.presses.refit import LEAST_RIDGE, RefitPress
 from kvpress.quant.errors import MOST, QUERIES, ROUNDING, error
-from kvpress.quant.rotated import GRAM
 from kvpress.quant.widths import FEWEST, FittingCodec, Sized, SizeLimit
 
 SMALLER = 10.0
@@ -79,7 +78,7 @@ class OfSize(Wrapping):
         room = self.room(model)
         # A compression factor gives the same width for every prompt length, so one codec serves all prompts.
         codec = FittingCodec(room) if room.smaller is None else room.codec(room.fitting(1))
-        return replace(super().recipe(model), codec=lambda layer: codec, aids=(GRAM,))
+        return replace(super().recipe(model), codec=lambda layer: codec)
 
     def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
         name, inner = type(self.inner).__name__, step.allocator

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, ClassVar
 
@@ -18,8 +18,6 @@ from kvpress.cache.segment import DenseSegment, OfStreams, Segment
 from kvpress.cache.segment_attention import BLOCK_ROWS
 from kvpress.cache.storage import Held, part, per_pair, per_stream
 from kvpress.core.checks import Size
-from kvpress.core.model import ModelFacts
-from kvpress.core.recipe import Recipe
 from kvpress.core.registry import register
 from kvpress.observe.observer import Wanted
 from kvpress.observe.queries import QueryGram
@@ -68,10 +66,6 @@ class RotatedPress(QuantisingPress):
     skip_layers: tuple[int, ...] = ()
     sinks: Size = 0
 
-    def recipe(self, model: ModelFacts | None = None) -> Recipe:
-        weighs = any(keys in WEIGHED_BITS for keys, _ in self.layer_bits().pairs)
-        return replace(super().recipe(model), aids=(GRAM,) if weighs else ())
-
     def layer_codec(self, layer: int) -> CentredCodec:
         return CentredCodec(self.layer_bits().at(layer), self.residual_length, self.sinks)
 
@@ -88,12 +82,16 @@ class CentredCodec(Codec):
     whole: ClassVar[bool] = True
     spread = "stream"
 
+    @property
+    def aids(self) -> tuple[Wanted, ...]:
+        return (GRAM,) if self.bits[0] in WEIGHED_BITS else ()
+
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
         # The centre of a segment with the same bits comes last and wins, so that the new segment can be joined to it.
         earlier = [previous for previous in sealing.earlier if isinstance(previous, RotatedSegment)]
         earlier.sort(key=lambda previous: (previous.keys.bits, previous.values.bits) == self.bits)
-        watched: QueryGram | None = None if sealing.generated else sealing.observers.get(GRAM)
-        gram = None if watched is None or self.bits[0] not in WEIGHED_BITS else watched.gram
+        watched: QueryGram | None = None if sealing.generated or not self.aids else sealing.observers.get(GRAM)
+        gram = None if watched is None else watched.gram
         sides = ("key_centre", segment.keys, gram), ("value_centre", segment.values, None)
         centres, coded = [], []
         for (name, side, weights), bits in zip(sides, self.bits, strict=True):

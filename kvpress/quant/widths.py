@@ -18,8 +18,9 @@ from kvpress.cache.report import format_bytes
 from kvpress.cache.segment import SLOT, DenseSegment, Segment
 from kvpress.core.amount import Amount
 from kvpress.core.model import LayerFacts, ModelFacts
+from kvpress.observe.observer import Wanted
 from kvpress.observe.view import View
-from kvpress.quant.rotated import CentredCodec, RotatedSegment
+from kvpress.quant.rotated import GRAM, CentredCodec, RotatedSegment
 
 Width: TypeAlias = tuple[int, int]
 """Bits per channel of keys and of values."""
@@ -230,6 +231,10 @@ class FittingCodec(Codec):
 
     whole: ClassVar[bool] = True
     spread = "stream"
+
+    @property
+    def aids(self) -> tuple[Wanted, ...]:
+        return (GRAM,)
 
     def at(self, tokens: int) -> Codec:
         width = self.room.fitting(tokens)

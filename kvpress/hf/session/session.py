@@ -340,7 +340,8 @@ class Session(BaseSession):
         None without a codec, and where the queries of the whole prompt cannot be watched.
         """
         watches = call.phase == "prefill" and self.evict and not self.reads_itself and self.recipe.dropping is None
-        return self.recipe.aids if watches and self.layers[id(call.layer.module)].codec is not None else ()
+        codec = self.layers[id(call.layer.module)].codec
+        return codec.aids if watches and codec is not None else ()
 
     @property
     def follows(self) -> bool:
