@@ -78,8 +78,8 @@ def tune(model: Any, *, tokenizer: Any = None, **wishes: Any) -> Any:
     from rich.console import Console
 
     from kvpress_eval.config.load import load_config
-    from kvpress_eval.tuning.find import Wishes
     from kvpress_eval.tuning.find import tune as find
+    from kvpress_eval.tuning.wishes import Wishes
 
     name, engine = _named(model, tokenizer, wishes)
     options = {field.name for field in fields(Wishes)}

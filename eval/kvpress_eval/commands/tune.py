@@ -87,7 +87,8 @@ def command(
         from kvpress.signals import INTERRUPTED, Terminated
         from kvpress_eval.config.load import load_config
         from kvpress_eval.report.write import check_folder
-        from kvpress_eval.tuning.find import Wishes, tune
+        from kvpress_eval.tuning.find import tune
+        from kvpress_eval.tuning.wishes import Wishes
 
         wishes = Wishes(**{name: options.pop(name) for name in _WISHES if name in options})
         settings: dict[str, Any] = {

@@ -6,14 +6,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 import kvpress
-from kvpress.cache.report import format_bytes, parse_bytes
-from kvpress.core.registry import STATUSES
+from kvpress.cache.report import parse_bytes
 from kvpress.core.spec import code_of
 from kvpress.plan import Geometry
 from kvpress.terminal import print_text
@@ -21,10 +19,9 @@ from kvpress_eval.common.errors import BusyError, ConfigError
 from kvpress_eval.common.files import make_folder
 from kvpress_eval.config.schema import RAY, RunConfig
 from kvpress_eval.results.cells import CellResult
-from kvpress_eval.results.guarantee import Guarantee, guarantees, least_contexts
+from kvpress_eval.results.guarantee import Guarantee, guarantees
 from kvpress_eval.results.stats import better
 from kvpress_eval.results.store import CODE, CellStore
-from kvpress_eval.results.verdict import Margin, points
 from kvpress_eval.run.environment import now
 from kvpress_eval.run.estimate import shape_of
 from kvpress_eval.run.generation import Limits, answer, read_contexts, seeded
@@ -41,6 +38,7 @@ from kvpress_eval.tuning.scoring import Examiner
 from kvpress_eval.tuning.search import Search, Standing, describe, pick, rungs, work
 from kvpress_eval.tuning.sizing import Limit, MemoryLimit, check_possible, make_room
 from kvpress_eval.tuning.space import NOTHING, Space, make_space
+from kvpress_eval.tuning.wishes import Wishes, check_can_guarantee, check_needed
 
 FINALISTS = 3
 """Presses at the limit that are measured on held-out samples."""
@@ -48,83 +46,9 @@ _OTHER_SIZES = (0.5, 2.0)
 """Multiples of the limit at which the best composition is measured too, so that the frontier shows the effect of memory."""
 _LENGTHS = 4
 """Number of context lengths for which a limit is planned."""
-GUARANTEED = 5.0
-"""Points that a press with a guarantee may lose if `max_drop` is not set."""
 _TIMED_TOKENS = 8
 _COVERED = 64
 """Number of points of the space that are tried to find the possible sizes."""
-
-
-@dataclass(frozen=True)
-class Wishes:
-    """Requirements of a press, and limits of the search for it. Either `memory` or `smaller` is required."""
-
-    memory: str | None = None
-    """Limit for weights and caches together, such as "4GB"."""
-    smaller: float | None = None
-    """Factor by which the cache must be smaller than uncompressed."""
-    max_drop: float | None = None
-    """Points that the worst task may lose: picks the smallest such press; None picks the press that loses least."""
-    context: int | None = None
-    """Tokens per sequence for `memory`; None: the longest length."""
-    batch: int = 1
-    """Sequences for `memory`."""
-    held_out: int = 24
-    """Contexts of each task that are measured at the end."""
-    candidates: int = 96
-    """Number of candidates of the search."""
-    minutes: float | None = None
-    """Time limit of the search."""
-    data: Path | None = None
-    """File with the user's own samples, used instead of tasks."""
-    status: str | None = None
-    """Statuses of the presses that are searched, separated by commas; None searches all presses."""
-    confidence: float | None = None
-    """Probability, such as 0.95, with which the pick must lose at most `max_drop` points (5 without it) on new contexts; None
-    requires no guarantee."""
-
-    @property
-    def margin(self) -> Margin:
-        """Loss that a guarantee allows."""
-        return points(GUARANTEED if self.max_drop is None else self.max_drop)
-
-    @property
-    def statuses(self) -> tuple[str, ...]:
-        """Statuses of the presses that are searched."""
-        return tuple(STATUSES) if self.status is None else tuple(word.strip() for word in self.status.split(","))
-
-    def check(self) -> None:
-        """Check all values.
-
-        Raises:
-            ConfigError: a value is out of range, or two values contradict each other.
-        """
-        if (self.memory is None) == (self.smaller is None):
-            raise ConfigError(
-                "give either memory, such as 4GB, or smaller, such as 10: exactly one of them sets the size"
-            )
-        bounds: dict[str, tuple[float | None, float]] = {
-            "smaller": (self.smaller, 1.0), "max_drop": (self.max_drop, 0.0), "context": (self.context, 16),
-            "batch": (self.batch, 1), "held_out": (self.held_out, 2), "candidates": (self.candidates, 1),
-            "minutes": (self.minutes, 0.0),
-        }  # fmt: skip
-        for name, (value, bound) in bounds.items():
-            if value is not None and not value >= bound:
-                raise ConfigError(f"{name} must be at least {bound:g}, got {value:g}")
-        if self.smaller is not None and (self.context is not None or self.batch != 1):
-            raise ConfigError("context and batch apply to memory only; smaller holds at every length and batch")
-        if unknown := sorted(set(self.statuses) - STATUSES.keys()):
-            raise ConfigError(f"status must be {', '.join(STATUSES)} or several of them, got {', '.join(unknown)!r}")
-        if self.confidence is not None:
-            if not 0.5 <= self.confidence < 1:
-                raise ConfigError(f"confidence must be at least 0.5 and below 1, such as 0.95, got {self.confidence:g}")
-            if not 0 < self.margin.size < 100:
-                raise ConfigError(
-                    f"a guarantee needs a max_drop above 0 and below 100 points, got {self.margin.size:g}: no number of "
-                    "samples shows that nothing is lost"
-                )
-        if self.smaller == 1:
-            raise ConfigError("smaller must be above 1: at 1 there is nothing to find")
 
 
 def tune(config: RunConfig, wishes: Wishes, console: Console, engine: Engine | None = None) -> result.Tuned:
@@ -153,7 +77,7 @@ def tune(config: RunConfig, wishes: Wishes, console: Console, engine: Engine | N
     templates = [space.template(point) for point in space.cover(_COVERED, config.seed)]
     limit = _limit(wishes, room, geometry, (context,))
     check_possible(room, limit, templates)
-    _check_needed(wishes, room, limit)
+    check_needed(wishes, room, limit)
     for line in room.lines(limit):
         print_text(console, line)
     make_folder(config.out)
@@ -166,7 +90,7 @@ def tune(config: RunConfig, wishes: Wishes, console: Console, engine: Engine | N
             use_threads(config)
         config = config if by_likelihood else in_words_of(config, engine.tokenizer)
         split = _split(config, wishes, engine, by_likelihood)
-        _check_can_guarantee(wishes, split)
+        check_can_guarantee(wishes, split, FINALISTS)
         if memory is None:
             limit = replace(limit, lengths=_lengths(split))
             check_possible(room, limit, templates)
@@ -478,43 +402,6 @@ def _limit(wishes: Wishes, room: MemoryLimit, geometry: Geometry, lengths: tuple
         return Limit(geometry, lengths, smaller=float(wishes.smaller))
     assert room.memory is not None  # noqa: S101 - one of the two was given
     return Limit(geometry, lengths, bytes=max(1, (room.memory - room.weights) // room.batch))
-
-
-def _check_needed(wishes: Wishes, room: MemoryLimit, limit: Limit) -> None:
-    """Refuse a search if the full cache meets the limit, unless `max_drop` requests the smallest press.
-
-    Raises:
-        ConfigError: the full cache meets the limit.
-    """
-    if wishes.max_drop is not None or not limit.fits(kvpress.get_press(NOTHING)):
-        return
-    rows = f"{room.batch} x {room.context}" if room.batch > 1 else f"{room.context}"
-    raise ConfigError(
-        f"no press is needed: with memory {wishes.memory} the cache of {rows} tokens, at most "
-        f"{format_bytes(max(room.uncompressed, room.peak))}, fits beside the weights. Give less memory, a longer context, or "
-        "max_drop for the smallest press that loses no more points than that"
-    )
-
-
-def _check_can_guarantee(wishes: Wishes, split: Split) -> None:
-    """Refuse a search whose held-out contexts are too few for a guarantee even if nothing is lost on them.
-
-    Raises:
-        ConfigError: a task has too few held-out contexts.
-    """
-    if wishes.confidence is None:
-        return
-    contexts: dict[str, int] = {}
-    for part in split.held_out:
-        contexts[part.task] = contexts.get(part.task, 0) + len(set(part.documents))
-    task, fewest = min(contexts.items(), key=lambda item: item[1])
-    needed = least_contexts(wishes.margin, wishes.confidence, FINALISTS)
-    if fewest < needed:
-        raise ConfigError(
-            f"confidence {wishes.confidence:g} that at most {wishes.margin} are lost needs {needed} held-out contexts of each "
-            f"task even if none of them loses; {task} has {fewest}: give held_out={needed} or more (and as many samples), or a "
-            "larger max_drop"
-        )
 
 
 def _split(config: RunConfig, wishes: Wishes, engine: Engine, by_likelihood: bool) -> Split:

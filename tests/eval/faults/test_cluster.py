@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 from kvpress_eval.config.schema import RunConfig
 from kvpress_eval.run.runner import run
-from kvpress_eval.tuning.find import Wishes, tune
+from kvpress_eval.tuning.find import tune
 from kvpress_eval.tuning.result import RESULT
+from kvpress_eval.tuning.wishes import Wishes
 from rich.console import Console
 
 from tests.eval.content import content

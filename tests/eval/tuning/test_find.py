@@ -24,11 +24,13 @@ from kvpress_eval.results.store import CellStore
 from kvpress_eval.run.prompts import Prompt
 from kvpress_eval.tasks.sample import Query
 from kvpress_eval.tuning import find, result, scoring
-from kvpress_eval.tuning.find import Wishes, tune
+from kvpress_eval.tuning import wishes as wishes_module
+from kvpress_eval.tuning.find import tune
 from kvpress_eval.tuning.items import Item, SplitPart
 from kvpress_eval.tuning.result import PRESS, Tuned, losses_by_context, print_frontier
 from kvpress_eval.tuning.search import Standing
 from kvpress_eval.tuning.space import Space
+from kvpress_eval.tuning.wishes import Wishes
 from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -295,7 +297,7 @@ def test_data_that_cannot_be_tuned_on(tmp_path: Path, rows: list[Any], message: 
 @pytest.mark.parametrize("max_drop", [None, 60.0])
 def test_a_guarantee(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_drop: float | None) -> None:
     monkeypatch.setattr(find, "load_engine", lambda config, settings=None: bundled_model())
-    monkeypatch.setattr(find, "GUARANTEED", 60.0)
+    monkeypatch.setattr(wishes_module, "GUARANTEED", 60.0)
     wishes = replace(WISHES, smaller=2.0, held_out=3, confidence=0.6, max_drop=max_drop)
     tuned, printed = run_tune(tmp_path / "best", wishes, tasks=("niah_single",))
     found = tuned.guarantee
