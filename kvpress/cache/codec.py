@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from kvpress.cache.rotation import Rotation
 from kvpress.cache.segment import SLOT, DenseSegment, Segment
 from kvpress.cache.tier import FileTier
 
+T = TypeVar("T")
 GPU_INTERVAL = 256
 """Minimum number of generated tokens between two sealings on a GPU: each synchronises and re-records CUDA graphs."""
 DENSE_INTERVAL = 64
@@ -44,6 +45,20 @@ class Sealing:
     """Observers of the layer, by request."""
     shared: dict[str, Any] = field(default_factory=dict)
     """State that all layers of the cache share; copied with the cache."""
+    trial: bool = False
+    """Whether the result only shows how these pairs are decoded; the same keys are encoded again later in the pass."""
+    tried: dict[Hashable, tuple[tuple[Tensor, ...], Any]] = field(default_factory=dict)
+    """Results of a trial encoding in the same pass, each with the tensors that it was computed from."""
+
+    def once(self, name: Hashable, tensors: tuple[Tensor, ...], encode: Callable[[], T]) -> T:
+        """Return `encode()`, or its result in the trial encoding before, if that had the same name and equal tensors."""
+        before, result = self.tried.pop(name, ((), None))
+        if len(before) == len(tensors) and all(map(torch.equal, before, tensors)):
+            return cast(T, result)
+        result = encode()
+        if self.trial:
+            self.tried[name] = tensors, result
+        return result
 
     def tokens(self, rows: int) -> list[int]:
         """Return the number of real tokens of each of `rows` rows."""

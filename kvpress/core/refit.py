@@ -121,7 +121,7 @@ def kept_keys(call: LayerCall, codec: CodecAt) -> Callable[[int], Tensor]:
         without_observers.observers = {}
         store = copy.deepcopy(without_observers)
         store.observers = call.store.observers  # codecs may read them
-        store.settle(layer_codec, replace(call.sealing, shared=dict(call.tokens.shared)), turn=True)
+        store.settle(layer_codec, replace(call.sealing, shared=dict(call.tokens.shared), trial=True), turn=True)
     return lambda n: torch.cat([segment.read(segment.layout.rows(n))[0] for segment in store.sealed]).float()
 
 

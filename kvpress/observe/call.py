@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -134,6 +134,8 @@ class LayerCall:
     """Output of the module; None until it returns."""
     by_hand: bool = False
     """Whether the caller passed tensors without a model, and counts returned pairs, not tokens seen."""
+    tried: dict[Hashable, tuple[tuple[Tensor, ...], Any]] = field(default_factory=dict)
+    """Results of a trial encoding of the pairs of this pass (`Sealing.once`)."""
 
     @property
     def cache(self) -> Any:
@@ -209,6 +211,7 @@ class LayerCall:
             mask=self.tokens.mask,
             rotation=rotation if self.layer.rotates else None,
             shared=self.tokens.shared,
+            tried=self.tried,
         )
 
     @property

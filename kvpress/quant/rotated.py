@@ -92,16 +92,22 @@ class CentredCodec(Codec):
         earlier.sort(key=lambda previous: (previous.keys.bits, previous.values.bits) == self.bits)
         watched: QueryGram | None = None if sealing.generated or not self.aids else sealing.observers.get(GRAM)
         gram = None if watched is None else watched.gram
-        sides = ("key_centre", segment.keys, gram), ("value_centre", segment.values, None)
-        centres, coded = [], []
-        for (name, side, weights), bits in zip(sides, self.bits, strict=True):
+        centres = []
+        for name, side in (("key_centre", segment.keys), ("value_centre", segment.values)):
             centre = _means(side, segment)
             for previous in earlier:
                 has_pairs = previous.layout.lengths_tensor.to(segment.device) > 0
                 centre = torch.where(has_pairs[:, None], getattr(previous, name), centre)
             centres.append(centre)
-            coded.append(SteppedRows.encode(side, centre, segment.layout, bits, weights))
-        return RotatedSegment(coded[0], coded[1], segment.layout, segment.keys.dtype, centres[0], centres[1])
+        layout, (key_bits, value_bits) = segment.layout, self.bits
+        sources = (segment.keys, centres[0]) if gram is None else (segment.keys, centres[0], gram)
+        keys = sealing.once(
+            ("keys", key_bits, layout.lengths),
+            sources,
+            lambda: SteppedRows.encode(segment.keys, centres[0], layout, key_bits, gram),
+        )
+        values = SteppedRows.encode(segment.values, centres[1], layout, value_bits)
+        return RotatedSegment(keys, values, layout, segment.keys.dtype, centres[0], centres[1])
 
     def pair_bytes(self, dim: int, dtype: torch.dtype) -> float:
         return dim * sum(self.bits) / 8 + 4

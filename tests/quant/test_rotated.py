@@ -12,6 +12,7 @@ from kvpress.cache.attention import Logits, attend
 from kvpress.cache.codec import Sealing
 from kvpress.cache.layout import Layout
 from kvpress.cache.segment import DenseSegment, Segment
+from kvpress.cache.storage import tensors_in
 from kvpress.cache.store import KVStore
 from kvpress.hf.models import with_cache
 from kvpress.hf.session.requests import Request, here
@@ -252,6 +253,48 @@ def test_the_queries_are_watched_and_their_moments_dropped_with_the_prompt(
     assert grams
     assert all(bool(gram.isfinite().all()) for gram in grams)
     assert all(GRAM not in getattr(layer, "store", cache).__dict__.get("observers", {}) for layer in cache.layers)
+
+
+@pytest.mark.parametrize("spec", ["frontier:smaller=20", "refit(knorm:0.5) + rotated:bits=4,residual_length=0"])
+def test_keys_of_refitted_pairs_are_encoded_once(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The refit reads decoded keys, so that keys are encoded before values are known; their codes are kept for the layer."""
+    model, (ids, mask) = tiny_model("llama"), padded_batch([90, 61])
+    encode, encoded = SteppedRows.encode.__func__, []
+
+    def note(cls: type, side: torch.Tensor, *arguments: object) -> SteppedRows:
+        encoded.append(side)
+        return encode(cls, side, *arguments)
+
+    def read() -> list[Segment]:
+        encoded.clear()
+        cache = DynamicCache(config=model.config)
+        with kvpress.get_press(spec)(model):
+            for turn in range(2):
+                seen = mask if not turn else torch.cat([mask, torch.ones(2, 20 * turn, dtype=mask.dtype)], dim=1)
+                new = ids if not turn else tokens(2, 20, seed=turn)
+                model(
+                    new, attention_mask=seen, position_ids=position_ids(seen)[:, -new.shape[1] :], **with_cache(cache)
+                )
+        return [segment for layer in cache.layers for segment in layer.store.segments]
+
+    monkeypatch.setattr(SteppedRows, "encode", classmethod(note))
+    once, calls = read(), len(encoded)
+    monkeypatch.setattr(Sealing, "once", lambda self, name, tensors, encode: encode())
+    twice = read()
+    assert calls * 4 == len(encoded) * 3  # of the keys and values of two encodings, the keys of the second are left out
+    for ours, plain in zip(once, twice, strict=True):
+        assert all(map(torch.equal, tensors_in(ours), tensors_in(plain)))
+
+
+def test_a_trial_is_reused_for_equal_tensors_alone() -> None:
+    keys, tried = torch.ones(3), {}
+    assert Sealing(1, trial=True, tried=tried).once("keys", (keys,), lambda: 1) == 1
+    assert Sealing(1, tried=tried).once("keys", (torch.zeros(3),), lambda: 2) == 2
+    assert Sealing(1, trial=True, tried=tried).once("keys", (keys,), lambda: 3) == 3
+    assert Sealing(1, tried=tried).once("keys", (keys.clone(),), lambda: 4) == 3
+    assert not tried
+    assert Sealing(1, tried=tried).once("keys", (keys,), lambda: 5) == 5
+    assert not tried  # what is not encoded again is not held
 
 
 def test_autocast_changes_neither_moments_nor_codes() -> None:
