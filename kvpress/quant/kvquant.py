@@ -116,7 +116,7 @@ class LevelCodec(Codec):
 
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
         layout, dtype = segment.layout, segment.keys.dtype
-        rotation = rotation_of(sealing, layout.streams, segment.device)
+        rotation = rotation_of(sealing, segment)
         keys = segment.keys.float() if rotation is None else rotation.unrotate(segment)
         head = layout.stream_of_row.to(segment.device) % len(self.centre)
         normal = (keys - self.centre.to(segment.device)[head]) / self.reach.to(segment.device)[head]
