@@ -75,7 +75,7 @@ class BlockGTQPress(CalibratedPress):
     residual_length: Size = 128
     skip_layers: tuple[int, ...] = ()
     sinks: Size = 4
-    seed: int = 0
+    seed: Size = 0
 
     method: ClassVar[str] = METHOD
     tables: ClassVar[str] = "energies"
