@@ -199,6 +199,23 @@ def test_rows_do_not_influence_each_other_in_a_padded_later_turn(
     assert any(segment.layout.lengths[2] for segment in together.layers[0].store.segments)
 
 
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("kivi", 8 + 30), ("kvarn", 8 + 30), ("turboquant", 8 + 62), ("block_gtq", 8 + 62), ("rotated", 8 + 31)],
+)
+def test_as_many_pairs_stay_dense_as_documented(name: str, most: int, fitted: Fitted) -> None:
+    """A prompt whose last tile lacks one pair is followed by generated tokens."""
+    model, press, dense = tiny_model("llama"), press_of(name, fitted), []
+    codec = press.layer_codec(0)  # type: ignore[attr-defined]
+    cache = DynamicCache(config=model.config)
+    with press(model), torch.no_grad():
+        for length in (codec.residual + codec.sinks + 2 * codec.group - 1, *[1] * 70):
+            model(tokens(1, length), past_key_values=cache)
+            store = cache.layers[0].store
+            dense.append(store.window.length + (0 if store.dense is None else store.dense.layout.longest))
+    assert max(dense) == most
+
+
 @every_codec
 def test_encoded_pairs_never_change(name: str, fitted: Fitted) -> None:
     model = tiny_model("llama")
