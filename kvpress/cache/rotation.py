@@ -201,7 +201,8 @@ def angle_bytes(positions: int, rotary: int) -> int:
 class KeyRotation(Held):
     """Positions and angles of the pairs of a segment: the pair in slot i of stream n has position `i - pads[n]`.
 
-    Where padding lies between the tokens of a row, as in a later turn of a batch, positions are stored for each pair.
+    Positions are stored for each pair where padding lies between the tokens of a row, as in a later turn of a batch, and where
+    a pair has no token; its position is 0 then.
     """
 
     angles: Annotated[Angles, per_layer("tables")]
@@ -214,8 +215,15 @@ class KeyRotation(Held):
     @classmethod
     def of(cls, angles: Angles, segment: Placed, mask: Tensor | None) -> KeyRotation:
         """Return the positions of the pairs of a segment; `mask [B, seen]` marks real tokens, None for all."""
-        if mask is None:
-            return cls(angles)
+        rotation = cls(angles) if mask is None else cls._beside_padding(angles, segment, mask)
+        if rotation.places is None and not segment.contiguous:
+            positions = rotation.positions(segment)
+            if int(positions.min()) < 0:  # pairs without a token
+                return cls(angles, None, positions.clamp_min(0).to(torch.int32))
+        return rotation
+
+    @classmethod
+    def _beside_padding(cls, angles: Angles, segment: Placed, mask: Tensor) -> KeyRotation:
         layout, device = segment.layout, segment.device
         heads = layout.streams // len(mask)
         before = (~mask).cumsum(dim=1)  # also behind the last token of a row, as for left padding
