@@ -14,7 +14,7 @@ from torch import Tensor
 from kvpress import kernels
 from kvpress.cache.codec import Sealing
 from kvpress.cache.offset import KeyOffset, Spread, positions_of
-from kvpress.cache.rotation import RotaryChannels, rotation_of
+from kvpress.cache.rotation import Angles, KeyRotation, RotaryChannels, rotation_of
 from kvpress.cache.segment import DenseSegment, Segment
 
 LIMIT = 13.0
@@ -65,7 +65,7 @@ def offset_of(segment: DenseSegment, spread: Spread | None, sealing: Sealing) ->
     for n, offset in inherited.items():
         centre[n] = offset.centre[n]
     try:
-        table = rotation_of(sealing, len(lengths), segment.device, channels.index)
+        table = rotation_of(sealing, segment, channels.index)
     except NotImplementedError as error:
         raise NotImplementedError(
             f"keys of {rotation.owner} share a vector before their rotary embedding that makes their mean square {LIMIT:.0f} "
@@ -109,8 +109,7 @@ def _needed(segment: DenseSegment, spread: Spread, sealing: Sealing, channels: R
     ranks = torch.where(lengths[:, None] > len(ranks), spaced, ranks)
     real = ranks < lengths[:, None]
     rows = (starts[:, None] + ranks).clamp_max(segment.layout.total - 1)
-    pads = None if sealing.mask is None else _pads(sealing.mask, len(lengths), device)
-    positions = positions_of(segment, pads)[rows].long()
+    positions = positions_of(segment, KeyRotation.of(Angles(), segment, sealing.mask))[rows].long()
     cos, sin = (x[0][..., channels.index].float() for x in rotation.angles(positions.view(1, -1)))
     cos, sin = cos.view(*rows.shape, -1), sin.view(*rows.shape, -1)
     keys = segment.keys[rows].float()
@@ -132,9 +131,3 @@ def _spread(keys: Tensor, real: Tensor, spread: Spread) -> Tensor:
     if spread != "length":
         keys = keys - (keys * weight).sum(dim=-2, keepdim=True) / weight.sum(dim=-2, keepdim=True).clamp_min(1)
     return (keys.square() * weight).flatten(1).sum(dim=1) / real.sum(dim=1).clamp_min(1)
-
-
-def _pads(mask: Tensor, streams: int, device: torch.device) -> Tensor:
-    """Return the left padding of each stream, int64 [N]."""
-    pads = (~mask).sum(dim=1).to(device)
-    return pads.repeat_interleave(streams // len(pads))

@@ -221,7 +221,7 @@ def by_format(segments: Sequence[Segment]) -> Segment:
     for name in set().union(*(segment.side for segment in segments)):
         joined.side[name] = torch.cat([segment.side_array(name) for segment in segments])[order]
     joined._set_slots(torch.cat([segment.slots() for segment in segments])[order])
-    joined.key_offset = common_offset([(segment.layout, segment.key_offset) for segment in segments])
+    joined.key_offset = common_offset([(segment, segment.key_offset) for segment in segments], order)
     joined.put(segments[0].tier)
     return joined
 

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from kvpress import kernels
-from kvpress.cache.layout import Layout
 from kvpress.cache.rotation import KeyRotation, Placed
 from kvpress.cache.storage import Held, derived, part, per_layer, per_pair, per_stream
 
@@ -63,47 +62,56 @@ class KeyOffset(Held):
 
     def computes_positions(self, segment: Placed) -> bool:
         """Whether `positions_of` returns a new tensor at each call."""
-        return self.positions is None and not (segment.contiguous and SHIFT not in segment.side)
+        if self.positions is not None:
+            return False
+        return SHIFT in segment.side or (self.rotation.places is None and not segment.contiguous)
 
     def positions_of(self, segment: Placed) -> Tensor | None:
         """Return the positions of the pairs of a segment, int32 [total]; None where they follow from its row numbers."""
-        return positions_of(segment, self.rotation.pads) if self.computes_positions(segment) else self.positions
+        if self.computes_positions(segment):
+            return positions_of(segment, self.rotation)
+        return self.rotation.places if self.positions is None else self.positions
 
     def of_part(self, segment: Placed, rows: Tensor) -> KeyOffset:
         """Return the offset for a part with some `rows` of a segment."""
         positions = self.positions_of(segment)
         if positions is None:
-            positions = positions_of(segment, self.rotation.pads)
-        return replace(self, positions=positions[rows])
+            positions = positions_of(segment, self.rotation)
+        return replace(self, rotation=KeyRotation(self.rotation.angles), positions=positions[rows])
 
     def of_rows(self, segment: Placed, rows: Tensor) -> Tensor:
         """Return the offset of the keys in some `rows [n]` of a segment, float32 `[n, D]`."""
         return self.operand(segment).rows(segment.layout.streams_of(rows), rows)
 
 
-def common_offset(parts: Sequence[tuple[Layout, KeyOffset | None]]) -> KeyOffset | None:
-    """Return the offset of segments in one, from the layout and the offset of each, oldest first; None if none has any.
+def common_offset(parts: Sequence[tuple[Placed, KeyOffset | None]], order: Tensor) -> KeyOffset | None:
+    """Return the offset of segments in one, from the offset of each, oldest first; None if none has any.
 
-    The first pairs of a stream decide about its centre, which is 0 if their segment has no offset.
+    The first pairs of a stream decide about its centre, which is 0 if their segment has no offset. `order [total]` lists the
+    rows of the segments, back to back, in the order of the joined segment.
     """
     offsets = [offset for _, offset in parts if offset is not None]
     if not offsets:
         return None
     centre, unset = torch.zeros_like(offsets[-1].centre), set(range(len(offsets[-1].centre)))
-    for layout, offset in parts:
-        begun = sorted(n for n in unset if layout.lengths[n])
+    for segment, offset in parts:
+        begun = sorted(n for n in unset if segment.layout.lengths[n])
         if offset is not None:
             centre[begun] = offset.centre[begun]
         unset.difference_update(begun)
-    return replace(offsets[-1], centre=centre)
+    rotation = offsets[-1].rotation
+    if not all(rotation.places_alike(offset.rotation) for offset in offsets):
+        positions = [
+            torch.zeros_like(segment.slots()) if offset is None else offset.rotation.positions(segment)
+            for segment, offset in parts
+        ]
+        rotation = KeyRotation(rotation.angles, None, torch.cat(positions)[order].clamp_min(0).to(torch.int32))
+    return replace(offsets[-1], centre=centre, rotation=rotation)
 
 
-def positions_of(segment: Placed, pads: Tensor | None) -> Tensor:
+def positions_of(segment: Placed, rotation: KeyRotation) -> Tensor:
     """Return the positions that the keys of a segment are rotated to, int32 [total]; at least 0."""
-    positions = segment.slots()
-    if pads is not None:
-        lengths = segment.layout.on(positions.device)[1]
-        positions = positions - pads.repeat_interleave(lengths, output_size=segment.layout.total)
+    positions = rotation.positions(segment)
     if SHIFT in segment.side:
         positions = positions + segment.side[SHIFT].round().int()
     return positions.clamp_min(0).to(torch.int32)  # pairs without a token have a negative slot

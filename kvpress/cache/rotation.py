@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvpress import kernels
 from kvpress.cache.layout import Layout
-from kvpress.cache.storage import Held, per_layer, per_stream
+from kvpress.cache.storage import Held, per_layer, per_pair, per_stream
 from kvpress.kernels import STEP, Rotary, rotate_halves
 
 Rotate: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -199,23 +199,80 @@ def angle_bytes(positions: int, rotary: int) -> int:
 
 @dataclass(eq=False)
 class KeyRotation(Held):
-    """Positions and angles of the pairs of a segment: the pair in slot i of stream n has position `i - pads[n]`."""
+    """Positions and angles of the pairs of a segment: the pair in slot i of stream n has position `i - pads[n]`.
+
+    Positions are stored for each pair where padding lies between the tokens of a row, as in a later turn of a batch, and where
+    a pair has no token; its position is 0 then.
+    """
 
     angles: Annotated[Angles, per_layer("tables")]
     """Tables of angles."""
     pads: Annotated[Tensor | None, per_stream("indexes")] = None
-    """Left padding of each stream, int64 [N]; None for zeros."""
+    """Padding before the pairs of each stream, int64 [N]; None for zeros."""
+    places: Annotated[Tensor | None, per_pair("indexes")] = None
+    """Position of each pair, int32 [total]; None where it follows from its slot and `pads`."""
+
+    @classmethod
+    def of(cls, angles: Angles, segment: Placed, mask: Tensor | None) -> KeyRotation:
+        """Return the positions of the pairs of a segment; `mask [B, seen]` marks real tokens, None for all."""
+        rotation = cls(angles) if mask is None else cls._beside_padding(angles, segment, mask)
+        if rotation.places is None and not segment.contiguous:
+            positions = rotation.positions(segment)
+            if int(positions.min()) < 0:  # pairs without a token
+                return cls(angles, None, positions.clamp_min(0).to(torch.int32))
+        return rotation
+
+    @classmethod
+    def _beside_padding(cls, angles: Angles, segment: Placed, mask: Tensor) -> KeyRotation:
+        layout, device = segment.layout, segment.device
+        heads = layout.streams // len(mask)
+        before = (~mask).cumsum(dim=1)  # also behind the last token of a row, as for left padding
+        if bool(((before == before[:, -1:]) | ~mask).all()):
+            return cls(angles, before[:, -1].to(device).repeat_interleave(heads))
+        stream, slots = layout.stream_of_row.to(device), segment.slots().long()
+        padding = before.to(device)[stream // heads, slots.clamp_min(0)]
+        lowest, highest = (
+            torch.zeros(layout.streams, dtype=torch.int64, device=device).scatter_reduce_(
+                0, stream, padding, reduction, include_self=False
+            )
+            for reduction in ("amin", "amax")
+        )
+        if torch.equal(lowest, highest):
+            return cls(angles, lowest)
+        return cls(angles, None, (slots - padding).clamp_min(0).to(torch.int32))
 
     def _move(self, moves: Tensor) -> KeyRotation:
+        if self.places is not None:
+            return self
         return replace(self, pads=moves if self.pads is None else self.pads + moves)
 
+    def places_alike(self, other: KeyRotation) -> bool:
+        """Return whether slots have the same positions in both, which then store none."""
+        if self.places is not None or other.places is not None:
+            return False
+        if self.pads is None or other.pads is None:
+            return self.pads is other.pads
+        return torch.equal(self.pads, other.pads)
+
     def rotary(self, shift: Tensor, positions: Tensor | None) -> Rotary:
-        """Return the angles of all pairs of a segment as operand of operators."""
-        return Rotary(self.angles.coarse, self.angles.fine, shift, positions)
+        """Return the angles of all pairs of a segment as operand of operators, from its `shift` and its `positions`."""
+        return Rotary(self.angles.coarse, self.angles.fine, shift, positions if self.places is None else self.places)
+
+    def positions(self, segment: Placed) -> Tensor:
+        """Return the position of every pair of a segment, integers [total]; negative for pairs without a token."""
+        if self.places is not None:
+            return self.places
+        slots = segment.slots()
+        if self.pads is None:
+            return slots
+        lengths = segment.layout.on(slots.device)[1]
+        return slots - self.pads.repeat_interleave(lengths, output_size=segment.layout.total)
 
     def shift(self, segment: Placed) -> Tensor:
-        """Return position minus row number of each stream, or minus slot where streams have gaps, int64 [N]."""
+        """Return position minus row number of each stream, or minus the stored position or slot of its pairs, int64 [N]."""
         starts, _ = segment.layout.on(segment.device)
+        if self.places is not None:
+            return torch.zeros_like(starts)
         shift = segment.first_slot() - starts if segment.contiguous else torch.zeros_like(starts)
         return shift if self.pads is None else shift - self.pads
 
@@ -230,15 +287,15 @@ class KeyRotation(Held):
         return keys
 
 
-def rotation_of(sealing: Read, streams: int, device: torch.device, index: Tensor | None = None) -> KeyRotation | None:
-    """Return positions and angles of a layer's pairs; None where keys are not rotated, and outside a model.
+def rotation_of(sealing: Read, segment: Placed, index: Tensor | None = None) -> KeyRotation | None:
+    """Return positions and angles of the pairs of a segment; None where keys are not rotated, and outside a model.
 
     `index` lists the entries of the model's cosines and sines by rotary pair, None for all.
 
     Raises:
         NotImplementedError: the angles are not linear in the position.
     """
-    rotation = sealing.rotation
+    rotation, device = sealing.rotation, segment.device
     if rotation is None:
         return None
 
@@ -248,7 +305,4 @@ def rotation_of(sealing: Read, streams: int, device: torch.device, index: Tensor
 
     angles: Angles = sealing.shared.setdefault(f"angles {rotation.kind} {device}", Angles())
     angles.grow(sealing.seen, compute, device, rotation.owner)
-    if sealing.mask is None:
-        return KeyRotation(angles)
-    pads = (~sealing.mask).sum(dim=1).to(device)
-    return KeyRotation(angles, pads.repeat_interleave(streams // len(pads)))
+    return KeyRotation.of(angles, segment, sealing.mask)

@@ -188,22 +188,25 @@ class ProbeAttention(Observer):
     def _rows(self, call: LayerCall) -> Iterator[tuple[slice, Tensor]]:
         """Yield rows of the batch and the indices of their probes in this pass."""
         length = call.queries.shape[2]
-        if call.tokens.mask is None or length == 1:
-            yield slice(0, call.store.batch), self._probes(call.tokens.seen_before, length)
+        mask = call.tokens.mask
+        if mask is None or length == 1:
+            yield slice(0, call.store.batch), self._probes(call.tokens.seen_before, length, self.start, self.end)
             return
-        real = call.tokens.mask.sum(dim=1), call.tokens.mask[:, -length:].sum(dim=1)
-        for row, (seen, new) in enumerate(zip(*(part.tolist() for part in real), strict=True)):
+        counts = [mask[:, begin:].sum(dim=1).tolist() for begin in (0, mask.shape[1] - length, self.start)]
+        for row, (seen, new, of_turn) in enumerate(zip(*counts, strict=True)):
             if new:
-                pads = call.store.seen - seen
-                yield slice(row, row + 1), length - new + self._probes(seen - new, new, pads)
+                end = self.end - call.store.seen + seen
+                yield slice(row, row + 1), length - new + self._probes(seen - new, new, seen - of_turn, end)
 
-    def _probes(self, before: int, tokens: int, pads: int = 0) -> Tensor:
-        """Return indices of the probes, ascending, among `tokens` new tokens after `before` earlier ones of a row."""
+    def _probes(self, before: int, tokens: int, start: int, end: int) -> Tensor:
+        """Return indices of the probes, ascending, among `tokens` new tokens after `before` earlier ones of a row.
+
+        The turn consists of the tokens `start` to `end - 1` of the row; padding does not count in any of these numbers.
+        """
         order = torch.arange(tokens)
         if self.share == 1 or self.end - self.start == 1:
             return order
-        length = self.end - max(self.start, pads)
-        recent = before + order >= self.end - pads - max(1, round(self.share / 2 * length))
+        recent = before + order >= end - max(1, round(self.share / 2 * (end - start)))
         return (recent | (hashed(before + order) < self.share / 2)).nonzero().flatten()
 
     def _add(self, call: LayerCall, rows: slice, probes: Tensor, lse: Tensor) -> None:

@@ -120,7 +120,7 @@ class PredictingCodec(Codec):
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
         layout, device = segment.layout, segment.device
         book, error_book, weight, offset = self._tables(sealing, device)
-        rotation = rotation_of(sealing, layout.streams, device)
+        rotation = rotation_of(sealing, segment)
         exact = segment.keys if rotation is None else rotation.unrotate(segment)
         keys = CodedRows.encode(exact, book, self.bits[0], layout)
         errors = torch.empty(segment.values.shape, device=device)

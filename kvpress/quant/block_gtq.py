@@ -60,7 +60,7 @@ class BlockGTQPress(CalibratedPress):
 
     `calibration` is a file made by `kvpress calibrate block_gtq`, which serves all bits; the bundled reference
     model needs none. `bits` is 1, 2, 3, 4 or 8, a pair (keys, values), a list with either for every layer, or a
-    file of them. The newest `residual_length` pairs, up to 31 more (255 on a GPU), and the first `sinks` stay dense;
+    file of them. The newest `residual_length` pairs, up to 62 more (286 on a GPU), and the first `sinks` stay dense;
     `skip_layers` stay dense.
 
     Paper: Liang et al., RoPE-Aware Bit Allocation for KV-Cache Quantization (Block-GTQ), 2026, arXiv:2606.24033.
@@ -75,7 +75,7 @@ class BlockGTQPress(CalibratedPress):
     residual_length: Size = 128
     skip_layers: tuple[int, ...] = ()
     sinks: Size = 4
-    seed: int = 0
+    seed: Size = 0
 
     method: ClassVar[str] = METHOD
     tables: ClassVar[str] = "energies"

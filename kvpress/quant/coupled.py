@@ -127,7 +127,7 @@ class CoupledCodec(Codec):
 
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
         books = [book.to(segment.device) for book in (self.key_book, self.value_book)]
-        rotation = rotation_of(sealing, segment.layout.streams, segment.device)
+        rotation = rotation_of(sealing, segment)
         for earlier in sealing.earlier:
             if isinstance(earlier, CodedSegment):
                 books = [earlier.keys.book, earlier.values.book]

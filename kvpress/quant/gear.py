@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvpress.cache.codec import Codec, Sealing
 from kvpress.cache.offset import Spread
@@ -18,7 +19,7 @@ from kvpress.core.registry import register
 from kvpress.kernels import MOST_RANK
 from kvpress.quant.bits import Bits
 from kvpress.quant.press import QuantisingPress, check_channel_group
-from kvpress.quant.residual import Residual
+from kvpress.quant.residual import Residual, check_outliers
 from kvpress.quant.runs import Counts, Runs
 from kvpress.quant.uniform import UniformRows, UniformSegment, parameter_bytes
 
@@ -70,6 +71,7 @@ class GEARPress(QuantisingPress):
         super().check_shape(layer)
         if self.backbone == "kivi":
             check_channel_group(layer.head_dim, self.group_size)
+        check_outliers(layer.head_dim, self.outliers)
 
     def layer_codec(self, layer: int) -> GEARCodec:
         bits = self.layer_bits().at(layer)
@@ -114,7 +116,7 @@ class GEARCodec(Codec):
         return "stream" if self.channels is None else "tile"
 
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
-        rank = self.generated_rank if sealing.generated else self.rank
+        rank = min(self.generated_rank if sealing.generated else self.rank, segment.layout.longest)
         keys, values = [], []
         for n in range(segment.layout.streams):
             rows = segment.layout.rows(n)
@@ -137,6 +139,8 @@ class GEARCodec(Codec):
         parameters = packed.scale.dtype
         if rank:
             factor, basis = low_rank(error.masked_fill(outlying, 0.0), min(rank, length, dim), self.passes)
+            missing = min(rank, dim) - factor.shape[1]  # all streams have equally many columns
+            factor, basis = pad(factor, (0, missing)), pad(basis, (0, 0, 0, missing))
             residual.factor, residual.basis = factor.to(parameters), basis.to(parameters)[None]
             error -= residual.factor.float() @ residual.basis[0].float()
         if self.outliers:

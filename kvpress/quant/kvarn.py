@@ -33,8 +33,9 @@ class KVarNPress(QuantisingPress):
     H is a Hadamard matrix. The factors a and b come from `iterations` rounds that divide rows and columns by their standard
     deviations in turn; the most balanced round is used. The scale of each token is thus stored separately, since a scale that
     does not fit its token is the main error in long generations. `tile_size` tokens are encoded together; up to
-    `residual_length + tile_size - 1` of the newest pairs and the first `sinks` stay dense. `bits` is one number, a pair
-    (keys, values), a list with either for every layer, or a file of them; `skip_layers` stay dense.
+    `residual_length + 2 * tile_size - 2` of the newest pairs (on a GPU, which encodes generated pairs 256 or more at a time,
+    256 - `tile_size` more) and the first `sinks` stay dense. `bits` is one number, a pair (keys, values), a list with either
+    for every layer, or a file of them; `skip_layers` stay dense.
 
     Paper: KVarN, 2026, arXiv:2606.03458; the rounds follow the authors' code.
     Differs from the paper: a tile is divided by its root mean square before it is balanced, and factors have no lower limit,

@@ -16,11 +16,10 @@ from kvpress.core.checks import Share, Size
 from kvpress.core.model import LayerFacts
 from kvpress.core.registry import Refusal, register
 from kvpress.kernels import pack
-from kvpress.kernels.formats.correction import MOST_CHANNELS
 from kvpress.quant.bits import Bits
 from kvpress.quant.calibrated import CalibratedPress
 from kvpress.quant.codebook import CodedRows, CodedSegment
-from kvpress.quant.residual import Residual
+from kvpress.quant.residual import Residual, check_outliers
 from kvpress.quant.runs import Counts, Runs
 from kvpress.quant.turboquant import below
 from kvpress.quant.uniform import parameter_bytes
@@ -81,10 +80,7 @@ class KVQuantPress(CalibratedPress):
 
     def check_shape(self, layer: LayerFacts) -> None:
         super().check_shape(layer)
-        if self.outliers and layer.head_dim > MOST_CHANNELS:
-            raise ValueError(
-                f"outliers must be 0 for heads of more than {MOST_CHANNELS} channels, the model has {layer.head_dim}"
-            )
+        check_outliers(layer.head_dim, self.outliers)
 
     def layer_codec(self, layer: int) -> LevelCodec:
         bits, tensors = self.layer_bits().at(layer), self.found().tensors
@@ -116,7 +112,7 @@ class LevelCodec(Codec):
 
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
         layout, dtype = segment.layout, segment.keys.dtype
-        rotation = rotation_of(sealing, layout.streams, segment.device)
+        rotation = rotation_of(sealing, segment)
         keys = segment.keys.float() if rotation is None else rotation.unrotate(segment)
         head = layout.stream_of_row.to(segment.device) % len(self.centre)
         normal = (keys - self.centre.to(segment.device)[head]) / self.reach.to(segment.device)[head]

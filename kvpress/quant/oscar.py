@@ -105,7 +105,7 @@ class OscarCodec(Codec):
     clips: tuple[float, float]
     """Share of the channels of a key, and of a value, that clipping leaves unchanged."""
     channels: int | None
-    """Channels that share a scale; None for all."""
+    """Channels that share a scale, limited to the head dim; None for all."""
     residual: int
     sinks: int = 0
     group: int = 32
@@ -120,7 +120,7 @@ class OscarCodec(Codec):
             UniformRows.encode(
                 torch.cat([clipped(rows.detach().float() @ basis, clip) for rows in side.split(BLOCK_ROWS)]),
                 bits,
-                (1, self.channels or side.shape[1]),
+                (1, min(self.channels or side.shape[1], side.shape[1])),
                 side.dtype,
             )
             for side, basis, bits, clip in sides
@@ -135,7 +135,7 @@ class OscarCodec(Codec):
         return self.key_basis.to(device), self.value_basis.to(device)
 
     def pair_bytes(self, dim: int, dtype: torch.dtype) -> float:
-        return dim * sum(self.bits) / 8 + 4 * parameter_bytes(dtype) * dim / (self.channels or dim)
+        return dim * sum(self.bits) / 8 + 4 * parameter_bytes(dtype) * dim / min(self.channels or dim, dim)
 
     def table_bytes(self, dim: int) -> int:
         return self.key_basis.nbytes + self.value_basis.nbytes

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import ClassVar
 
 from kvpress.cache.codec import Codec
-from kvpress.core.checks import Size
+from kvpress.core.checks import Size, check_count
 from kvpress.core.model import LayerFacts, ModelFacts
 from kvpress.core.press import BasePress
 from kvpress.core.recipe import Recipe
@@ -44,6 +44,10 @@ class QuantisingPress(BasePress):
 
     def validate(self) -> None:
         super().validate()
+        if isinstance(self.skip_layers, str) or not isinstance(self.skip_layers, Collection):
+            raise TypeError(f"skip_layers must be indexes of layers, such as (0, 1), got {self.skip_layers!r}")
+        for index in self.skip_layers:
+            check_count("skip_layers", index, least=0)
         self.layer_bits()
 
     def layer_bits(self, name: str = "bits") -> LayerBits:
@@ -53,6 +57,11 @@ class QuantisingPress(BasePress):
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
         if model is not None:
             self.layer_bits().check("bits", model)
+            last = max((layer.index for layer in model.layers), default=0)
+            if self.skip_layers and max(self.skip_layers) > last:
+                raise ValueError(
+                    f"skip_layers must be indexes of layers of the model, 0 to {last}, got {max(self.skip_layers)}"
+                )
             for layer in model.layers:
                 if layer.index not in self.skip_layers:
                     self.check_shape(layer)

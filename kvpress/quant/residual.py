@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvpress.cache.storage import Held, part, per_group, per_pair
 from kvpress.kernels import Correction
+from kvpress.kernels.formats.correction import MOST_CHANNELS
 from kvpress.quant.runs import Counts, Runs
 
 
@@ -44,3 +45,9 @@ class Residual(Held):
         if self.outliers is not None:
             first = torch.nn.functional.pad(self.outliers.counts.cumsum(0, dtype=torch.int32), (1, 0))
         return Correction(self.factor, self.basis, chunk, first, self.channel, self.delta)
+
+
+def check_outliers(dim: int, share: float) -> None:
+    """Refuse a share of outliers for heads with more channels than their index, a byte, can count."""
+    if share and dim > MOST_CHANNELS:
+        raise ValueError(f"outliers must be 0 for heads of more than {MOST_CHANNELS} channels, the model has {dim}")

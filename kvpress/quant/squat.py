@@ -15,6 +15,7 @@ from kvpress.core.checks import Count, NotNegative
 from kvpress.core.model import LayerFacts, ModelFacts
 from kvpress.core.recipe import Recipe
 from kvpress.core.registry import register
+from kvpress.kernels import row_step
 from kvpress.observe.observer import Wanted
 from kvpress.observe.queries import QueryGram
 from kvpress.quant.kivi import KIVIPress
@@ -56,14 +57,23 @@ class SQuatPress(KIVIPress):
 
     def check_shape(self, layer: LayerFacts) -> None:
         super().check_shape(layer)
-        if layer.head_dim % self.block_size and layer.head_dim > self.block_size:
+        bits, dim = self.layer_bits().at(layer.index)[0], layer.head_dim
+        width, step = block_width(dim, self.block_size), row_step(bits)
+        if dim % width or (self.weight and width % step):
+            allowed = [size for size in range(step, dim, step) if dim % size == 0]
             raise ValueError(
-                f"block_size must divide the head dim {layer.head_dim} of the model, got {self.block_size}"
+                f"block_size must divide the head dim {dim} of the model into blocks of whole bytes, for {bits}-bit keys "
+                f"one of {allowed}, got {self.block_size}"
             )
 
     def layer_codec(self, layer: int) -> OrthogonalCodec:
         plain: dict[str, Any] = vars(super().layer_codec(layer))
         return OrthogonalCodec(**plain, rank=self.rank, weight=self.weight, channels=self.block_size)
+
+
+def block_width(dim: int, size: int) -> int:
+    """Return the channels of a block: `size`, or half a head of at most `size` channels."""
+    return size if dim > size else max(1, dim // 2)
 
 
 @dataclass
@@ -90,7 +100,7 @@ class OrthogonalCodec(UniformCodec):
     def moved(self, segment: DenseSegment, gram: Tensor) -> Tensor:
         """Return adjusted keys, float32 [total, D], whose quantisation errors compensate each other; `gram [N, D, D]`."""
         dim = segment.keys.shape[1]
-        width = self.channels if dim > self.channels else max(1, dim // 2)
+        width = block_width(dim, self.channels)
         values, vectors = torch.linalg.eigh(gram.double())
         top = values.clamp_min(0)[:, -self.rank :], vectors[:, :, -self.rank :]
         matrix = torch.eye(dim, dtype=torch.float64, device=gram.device)

@@ -45,7 +45,7 @@ class TurboQuantPress(QuantisingPress):
     residual_length: Size = 128
     skip_layers: tuple[int, ...] = ()
     sinks: Size = 0
-    seed: int = 0
+    seed: Size = 0
 
     def layer_codec(self, layer: int) -> RotatedCodec:
         bits = self.layer_bits().at(layer)

@@ -168,7 +168,7 @@ class RoutingCodec(Codec):
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
         layout, device = segment.layout, segment.device
         weight, offset = self._tables(sealing, device)
-        rotation = rotation_of(sealing, layout.streams, device)
+        rotation = rotation_of(sealing, segment)
         head = layout.stream_of_row.to(device) % len(weight)
         keys = segment.keys.float() if rotation is None else rotation.unrotate(segment)
         error = (segment.values.float() - predicted(keys, head, weight, offset)).square().sum(dim=1)

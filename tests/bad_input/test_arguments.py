@@ -64,6 +64,10 @@ GROUPS = [
     ("kivi:bits=5", ValueError, ["bits must be one of [1, 2, 3, 4, 8]", "5"]),
     ("kivi:bits=(2,7)", ValueError, ["bits must be one of [1, 2, 3, 4, 8]", "(2, 7)"]),
     ("kivi:residual_length=-1", ValueError, ["residual_length must be >= 0, got -1"]),
+    ("kivi:skip_layers=-1", ValueError, ["skip_layers must be >= 0, got -1"]),
+    ("kivi:skip_layers=first", TypeError, ["skip_layers must be indexes of layers, such as (0, 1)", "'first'"]),
+    ("rotated:skip_layers=(0,1.5)", TypeError, ["skip_layers must be an integer >= 0", "1.5"]),
+    ("turboquant:seed=x", TypeError, ["seed must be an integer >= 0, got 'x'"]),
     ("quest:page_size=0", ValueError, ["page_size must be >= 1, got 0"]),
     ("quest:budget=4", ValueError, ["budget must be >= 16, got 4"]),
     ("snapkv:kernel_size=4", ValueError, ["kernel_size must be odd, got 4"]),
@@ -123,6 +127,13 @@ def test_26_group_that_does_not_divide_the_head_dim() -> None:
     words = ["group_size must divide the head dim 64", "[16, 32, 64]", "got 48"]
     refused(model, lambda: kvpress.KIVIPress(group_size=48)(model).__enter__(), ValueError, *words)
     refused(model, lambda: kvpress.reading(model, kvpress.KIVIPress(group_size=48)).__enter__(), ValueError, *words)
+
+
+def test_26_skipped_layers_that_the_model_lacks() -> None:
+    model = tiny_model("llama")
+    words = ["skip_layers must be indexes of layers of the model, 0 to 2, got 3"]
+    for spec in ("kivi:skip_layers=3", "fp8:skip_layers=(0,3)"):
+        refused(model, lambda spec=spec: kvpress.get_press(spec)(model).__enter__(), ValueError, *words)
 
 
 def test_26_group_size_set_later_is_checked_on_entering() -> None:

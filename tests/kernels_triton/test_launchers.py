@@ -220,3 +220,14 @@ def test_scores_have_the_width_of_the_capacity_without_a_host_read(grids: list[t
     assert kernels.label_scores(queries(), Dense(data()), ranges(), capacity=300).shape == (N, 300)
     with pytest.raises(DataDependentOutputException):
         kernels.label_scores(queries(), Dense(data()), ranges())
+
+
+def test_grids_have_at_most_65535_streams_in_their_second_dimension(grids: list[tuple[Any, ...]]) -> None:
+    """Each token of a turn is a stream of its own for a selector."""
+    streams = 100_000
+    q, starts = torch.empty(streams, M, D, dtype=torch.bfloat16), torch.empty(streams, dtype=torch.int64)
+    chosen = Listed(torch.empty(streams, 100, dtype=torch.int32), starts)
+    kernels.page_bounds(q, data(), data(), Ranges(starts, starts), capacity=300)
+    kernels.label_scores(q, Dense(data()), Ranges(starts, starts), capacity=300)
+    kernels.rows_of_blocks(chosen, Ranges(starts, starts), Ranges(starts, starts), 4, longest=100)
+    assert [second for _, second in grids] == [65535, streams - 65535] * 3

@@ -332,3 +332,22 @@ def test_the_reference_model_has_an_adapter_for_plain_scores_alone() -> None:
     report = kvpress.memory_report(cache)
     assert report.kept / report.seen == pytest.approx(0.25, abs=0.01)
     refused(model, RestoreKVPress(0.75, kvzip_plus_normalization=True), FileNotFoundError, "higokri/RestoreKV-")
+
+
+@pytest.mark.parametrize("codec", ["cq:bits=8,coupled=8", "kvquant:bits=3", "aquakv:bits=3"])
+def test_its_pairs_are_encoded_before_the_rotary_embedding(codec: str) -> None:
+    """Its pairs have no token, and so no position."""
+    model, _ = kvpress.load_model("reference", dtype=torch.float32)
+    ids, mask = padded_batch([150, 120])
+    press = kvpress.get_press(f"restorekv:0.5 + {codec},residual_length=0,sinks=0")
+    alone, together = prefill(model, press, ids[1:, -120:]), DynamicCache(config=model.config)
+    with press(model), torch.no_grad():
+        model(ids, attention_mask=mask, position_ids=position_ids(mask), past_key_values=together)
+    for cache in (together, alone):
+        assert any(int(part.slots().min()) == -1 for layer in cache.layers for part in layer.store.segments)
+    mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], dim=1)
+    with press(model), torch.no_grad():
+        at = position_ids(mask, 1)
+        actual = model(ids[:, -1:], attention_mask=mask, position_ids=at, past_key_values=together).logits
+        expected = model(ids[1:, -1:], past_key_values=alone).logits
+    torch.testing.assert_close(actual[1:], expected, atol=1e-3, rtol=1e-3)

@@ -107,3 +107,21 @@ def test_keys_survive_turning_back_and_forth(dtype: torch.dtype, error: float, p
     stream, rows = torch.arange(3).repeat_interleave(lengths), torch.arange(170)
     assert torch.equal(rotary.at(stream, rows), position.long())
     torch.testing.assert_close(rotary.rotate(back, position.long()), keys, atol=2e-6, rtol=1e-5)
+
+
+def test_positions_are_those_of_tokens_beside_padding_and_0_without_a_token() -> None:
+    """The second stream has padding between its pairs, the third behind them only, and the last a pair without a token."""
+    mask = torch.ones(4, 60, dtype=torch.bool)
+    mask[1, 10:40] = mask[2, 10:40] = mask[3, :3] = False
+    slots = [[0, 2, 3], [8, 9, 40, 59], [4, 9], [-1, 3, 7]]
+    expected = [[0, 2, 3], [8, 9, 10, 29], [4, 9], [0, 0, 4]]
+    for rows in ([0], [2], [0, 2], [3], [0, 1, 2, 3]):
+        keys = torch.randn(sum(len(slots[n]) for n in rows), 40)
+        segment = DenseSegment(keys, keys, Layout(len(slots[n]) for n in rows))
+        segment._set_slots(torch.tensor([slot for n in rows for slot in slots[n]]))
+        rotation = KeyRotation.of(grown(60, embedding()), segment, mask[rows])
+        assert rotation.positions(segment).tolist() == [position for n in rows for position in expected[n]]
+        assert (rotation.places is None) == (rows in ([0], [2], [0, 2]))
+        rotary = rotation.rotary(rotation.shift(segment), segment.positions)
+        at = rotary.at(segment.layout.stream_of_row, torch.arange(len(keys)))
+        torch.testing.assert_close(rotary.rotate(rotation.unrotate(segment), at), keys, atol=2e-6, rtol=1e-5)

@@ -163,6 +163,59 @@ def test_rows_do_not_influence_each_other(name: str, fitted: Fitted) -> None:
                 torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
+def later_turn(press: kvpress.BasePress, mask: Tensor, lengths: tuple[int, int], rows: slice) -> DynamicCache:
+    """Read two turns of some rows; `mask [2, T]` marks their real tokens, with `lengths` columns in each turn."""
+    model = tiny_model("llama")
+    seen, cache = mask[rows], DynamicCache(config=model.config)
+    ids = [tokens(2, length, seed=length)[rows] for length in lengths]
+    if len(seen) == 1:  # without padding
+        ids = [turn[:, real.bool()] for turn, real in zip(ids, seen[0].split(lengths), strict=True)]
+        seen = seen[:, seen[0].bool()]
+    with press(model), torch.no_grad():
+        for new, end in zip(ids, (ids[0].shape[1], seen.shape[1]), strict=True):
+            at = position_ids(seen[:, :end], new.shape[1])
+            model(new, attention_mask=seen[:, :end], position_ids=at, past_key_values=cache)
+    return cache
+
+
+@pytest.mark.parametrize(("first", "second"), [(20, 30), (90, 60)])
+@every_codec
+def test_rows_do_not_influence_each_other_in_a_padded_later_turn(
+    name: str, first: int, second: int, fitted: Fitted
+) -> None:
+    """The second row has padding between its turns, whose tokens are encoded together or apart."""
+    lengths = (90, 120)
+    mask = torch.ones(2, sum(lengths), dtype=torch.long)
+    mask[1, : lengths[0] - first] = mask[1, lengths[0] : sum(lengths) - second] = 0
+    press = press_of(name, fitted)
+    together, alone = (later_turn(press, mask, lengths, rows) for rows in (slice(0, 2), slice(1, 2)))
+    for head in range(2):
+        sides = [
+            zip(*(contents(segment, n) for segment in cache.layers[0].store.segments), strict=True)
+            for cache, n in ((together, 2 + head), (alone, head))
+        ]
+        for actual, expected in zip(*sides, strict=True):
+            torch.testing.assert_close(torch.cat(actual), torch.cat(expected), atol=1e-5, rtol=1e-5)
+    assert any(segment.layout.lengths[2] for segment in together.layers[0].store.segments)
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("kivi", 8 + 30), ("kvarn", 8 + 30), ("turboquant", 8 + 62), ("block_gtq", 8 + 62), ("rotated", 8 + 31)],
+)
+def test_as_many_pairs_stay_dense_as_documented(name: str, most: int, fitted: Fitted) -> None:
+    """A prompt whose last tile lacks one pair is followed by generated tokens."""
+    model, press, dense = tiny_model("llama"), press_of(name, fitted), []
+    codec = press.layer_codec(0)  # type: ignore[attr-defined]
+    cache = DynamicCache(config=model.config)
+    with press(model), torch.no_grad():
+        for length in (codec.residual + codec.sinks + 2 * codec.group - 1, *[1] * 70):
+            model(tokens(1, length), past_key_values=cache)
+            store = cache.layers[0].store
+            dense.append(store.window.length + (0 if store.dense is None else store.dense.layout.longest))
+    assert max(dense) == most
+
+
 @every_codec
 def test_encoded_pairs_never_change(name: str, fitted: Fitted) -> None:
     model = tiny_model("llama")

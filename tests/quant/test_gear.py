@@ -6,11 +6,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+import kvpress
 from kvpress.cache.codec import Sealing
 from kvpress.cache.layout import Layout
 from kvpress.cache.segment import DenseSegment
 from kvpress.quant.gear import GEARCodec, extremes, low_rank
 from kvpress.quant.uniform import UniformCodec, UniformSegment
+from tests.models import tiny_model
 
 
 def pairs(rows: int = 64, dim: int = 32, streams: int = 3, seed: int = 0) -> DenseSegment:
@@ -82,6 +84,27 @@ def test_every_row_of_a_batch_has_a_basis_of_its_own() -> None:
         alone = DenseSegment(segment.keys[rows], segment.values[rows], Layout([64]), first=[0])
         for actual, expected in zip(together.read(rows), encode(alone, outliers=0.1).read(slice(None)), strict=True):
             assert torch.equal(actual, expected)
+
+
+def test_streams_shorter_than_the_rank_are_encoded_beside_longer_ones() -> None:
+    segment = pairs(rows=16, streams=3)
+    lengths, kept = [16, 8, 0], torch.cat([torch.arange(16), torch.arange(16, 24)])
+    ragged = DenseSegment(segment.keys[kept], segment.values[kept], Layout(lengths), first=[0] * 3)
+    together = GEARCodec(2, 2, 8, 16, 16, 0.1, 3, 8, 0).encode(ragged, Sealing(3))
+    for n in range(2):
+        rows = ragged.layout.rows(n)
+        alone = DenseSegment(ragged.keys[rows], ragged.values[rows], Layout([lengths[n]]), first=[0])
+        expected = GEARCodec(2, 2, 8, 16, 16, 0.1, 3, 8, 0).encode(alone, Sealing(1)).read(slice(None))
+        for actual, side in zip(together.read(rows), expected, strict=True):
+            assert torch.equal(actual, side)
+
+
+def test_outliers_of_wide_heads_are_refused_before_any_work() -> None:
+    model = tiny_model("llama", head_dim=512, num_attention_heads=1, num_key_value_heads=1)
+    with pytest.raises(ValueError, match="outliers must be 0 for heads of more than 256 channels, the model has 512"):
+        kvpress.get_press("gear:bits=2")(model).__enter__()
+    with kvpress.get_press("gear_l:bits=2")(model):
+        pass
 
 
 def test_generated_chunks_have_their_own_rank_and_basis() -> None:

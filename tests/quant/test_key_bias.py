@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ import kvpress
 from benchmarks.key_bias import Exact, with_bias
 from kvpress.cache.attention import Logits, attend
 from kvpress.cache.codec import Codec, Sealing
+from kvpress.cache.mixed import by_format
 from kvpress.cache.rotation import Rotation
 from kvpress.cache.segment import survivors
 from kvpress.cache.store import KVStore
@@ -207,6 +208,46 @@ def test_models_generate_as_without_a_codec(family: str, spec: str) -> None:
     assert (actual - expected).abs().mean() < 0.1 * expected.std()
 
 
+@pytest.mark.parametrize(
+    "spec", ["kivi:bits=8,residual_length=0", "saw_int4:bits=8", "knorm:0.3 + kivi:bits=8,residual_length=0"]
+)
+def test_padding_between_the_turns_of_a_row_changes_nothing(spec: str, tmp_path: Any) -> None:
+    """The first tokens of the second row, which are encoded in its second turn, have more padding behind than tokens before."""
+    model, press = biased("qwen2"), kvpress.get_press(spec)
+    lengths, steps, mask = (20, 120), 40, torch.ones(2, 140, dtype=torch.long)
+    mask[1, 20:135] = 0
+    ids = tokens(2, 140 + steps)
+
+    def logits(rows: slice, kept: Tensor) -> Tensor:
+        seen, cache = grow(mask[rows], steps)[:, kept], DynamicCache(config=model.config)
+        chosen, outputs = ids[rows, kept], []
+        first = int(kept[: lengths[0]].sum())
+        ends = [first, *range(chosen.shape[1] - steps, chosen.shape[1] + 1)]
+        with press(model), torch.inference_mode():
+            for begin, end in zip([0, *ends], ends, strict=False):
+                now = seen[:, :end]
+                at = position_ids(now, end - begin)
+                outputs.append(
+                    model(chosen[:, begin:end], attention_mask=now, position_ids=at, past_key_values=cache).logits[
+                        :, -1
+                    ]
+                )
+            kvpress.save(cache, tmp_path / "cache.safetensors", model, press)
+            loaded = kvpress.load(tmp_path / "cache.safetensors", model)
+            for copied in (loaded, copy.deepcopy(cache)):
+                now = grow(seen, 1)
+                output = model(
+                    chosen[:, :1], attention_mask=now, position_ids=position_ids(now, 1), past_key_values=copied
+                )
+                outputs.append(output.logits[:, -1])
+        return torch.stack(outputs, dim=1)
+
+    together = logits(slice(0, 2), torch.ones(140 + steps, dtype=torch.bool))
+    for row in (0, 1):
+        alone = logits(slice(row, row + 1), grow(mask[row : row + 1], steps)[0].bool())
+        assert (together[row] - alone[0]).norm() < 1e-3 * alone.norm()
+
+
 def test_a_copy_a_file_and_beams_keep_the_offset(tmp_path: Any) -> None:
     model = biased("llama")
     press = kvpress.get_press("rotated:bits=3,residual_length=0")
@@ -262,3 +303,25 @@ def test_biases_stay_with_pairs_of_several_widths() -> None:
     batch, alone = logits(slice(0, 2)), [logits(slice(0, 1)), logits(slice(1, 2), padding=81)]
     for row in (0, 1):
         assert (batch[row] - alone[row][0]).norm() < 0.01 * batch[row].norm()  # some codes lie at the edge of rounding
+
+
+def test_joined_widths_keep_positions_before_and_after_padding() -> None:
+    """The second row has padding between its turns, which are encoded in different widths."""
+    embedding, generator = EMBEDDINGS["fast"], torch.Generator().manual_seed(0)
+    mask = torch.ones(ROWS, PAIRS, dtype=torch.bool)
+    mask[1, 100:180] = False
+    keys, values = torch.randn(2, ROWS, HEADS, PAIRS, DIM, generator=generator)
+    cos, sin = embedding.angles((mask.cumsum(dim=1) - 1).clamp_min(0))
+    keys = embedding.rotate(keys * (KEY / DIM**0.5) + BIAS / DIM**0.5, cos, sin)
+    store = KVStore(keys, values)
+    for begin, end, spec in ((0, 100, "rotated:bits=8"), (100, PAIRS, "rotated:bits=4")):
+        store.append(keys[:, :, begin:end], values[:, :, begin:end])
+        facts = replace(sealing(embedding, mask[:, :end]), seen=end)
+        store.settle(without_residual(spec), facts, turn=True)
+    joined = by_format(store.segments)
+    read, apart = joined.read(slice(None))[0], [segment.read(slice(None))[0] for segment in store.segments]
+    for n in range(ROWS * HEADS):
+        expected = torch.cat([pairs[part.layout.rows(n)] for pairs, part in zip(apart, store.segments, strict=True)])
+        torch.testing.assert_close(read[joined.layout.rows(n)], expected, atol=1e-4, rtol=0)
+    assert joined.key_offset is not None
+    assert len(store.segments) == 2

@@ -115,6 +115,16 @@ def test_pairs_are_clipped_codes_of_the_rotated_vectors(group: int | None, rotat
             torch.testing.assert_close(read, expected, atol=2e-4, rtol=1e-3)
 
 
+def test_a_group_larger_than_a_head_is_a_head(rotations: dict[str, Path]) -> None:
+    model, ids, decoded, sizes = tiny_model("llama"), tokens(1, 60), [], []
+    for group in (None, 64):
+        press = kvpress.OscarPress(group_size=group, calibration=str(rotations["llama"]), residual_length=0, sinks=0)
+        decoded.append(prefill(model, press, ids).layers[0].store.segments[0].read(slice(None)))
+        sizes.append(press.layer_codec(0).pair_bytes(32, torch.float32))
+    assert all(torch.equal(*sides) for sides in zip(*decoded, strict=True))
+    assert sizes[0] == sizes[1]
+
+
 def plain(vector: Tensor, bits: int, clip: float, group: int) -> Tensor:
     """Quantise one rotated vector as the authors' reference does."""
     bound = sorted(vector.abs().tolist())[int(clip * len(vector))]

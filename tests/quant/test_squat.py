@@ -102,3 +102,12 @@ def test_a_row_has_its_own_queries() -> None:
 def test_rotated_keys_are_refused() -> None:
     with pytest.raises(ValueError, match="rotate must be False for squat"):
         kvpress.SQuatPress(rotate=True).recipe()
+
+
+@pytest.mark.parametrize(("spec", "allowed"), [("block_size=1", [4, 8, 16]), ("bits=3,block_size=4", [8, 16])])
+def test_blocks_that_do_not_fill_bytes_are_refused_before_any_work(spec: str, allowed: list[int]) -> None:
+    expected = f"block_size must divide the head dim 32 of the model into blocks of whole bytes, .* one of {allowed}"
+    with pytest.raises(ValueError, match=expected.replace("[", r"\[").replace("]", r"\]")):
+        kvpress.get_press(f"squat:{spec}")(tiny_model("llama")).__enter__()
+    with kvpress.get_press(f"squat:{spec},weight=0")(tiny_model("llama")):  # one block
+        pass

@@ -21,7 +21,7 @@ from kvpress.kernels.formats.operand import Ranges
 from kvpress.kernels.formats.packed import Packed
 from kvpress.kernels.triton import codes
 from kvpress.kernels.triton.device import on_device
-from kvpress.kernels.triton.grid import padded
+from kvpress.kernels.triton.grid import launches, padded
 
 TILE_BYTES = 16 * 1024
 """Bytes of rows that one program reads."""
@@ -97,16 +97,16 @@ def score(q: Tensor, low: Dense | None, high: Dense | Packed, where: Ranges, red
     row_width = rows.shape[1]
     block = block_rows(row_width, rows.element_size() * (1 if low is None else 2))
     out = q.new_empty(streams, capacity, dtype=torch.float32)
-    if out.numel():
-        _kernel[(-(-capacity // block), streams)](
-            q.contiguous(),
+    for part in launches(streams) if out.numel() else ():
+        _kernel[(-(-capacity // block), part.stop - part.start)](
+            q[part].contiguous(),
             None if low is None else low.data,
             rows,
             None if packed is None else packed.scale,
             None if packed is None else packed.zero,
-            where.starts.contiguous(),
-            where.lengths.contiguous(),
-            out,
+            where.starts[part].contiguous(),
+            where.lengths[part].contiguous(),
+            out[part],
             rows.stride(0),
             queries,
             capacity,

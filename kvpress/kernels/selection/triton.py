@@ -19,7 +19,7 @@ from torch import Tensor
 from kvpress.kernels.formats.operand import Ranges
 from kvpress.kernels.selection import parallel
 from kvpress.kernels.triton.device import on_device
-from kvpress.kernels.triton.grid import padded
+from kvpress.kernels.triton.grid import launches, padded
 from kvpress.kernels.triton.order import order
 
 LONGEST, PER_THREAD = 8192, 16
@@ -129,20 +129,20 @@ def of_blocks(
     device = chosen.device
     rows = torch.empty(streams, min(width * size, longest), dtype=torch.int32, device=device)
     counts = torch.empty(streams, dtype=torch.int64, device=device)
-    if rows.numel():
-        _blocks_kernel[(-(-rows.shape[1] // COLUMNS), streams)](
-            chosen.contiguous(),
-            chosen_counts.contiguous(),
-            blocks.starts.contiguous(),
-            pairs.starts.contiguous(),
-            pairs.lengths.contiguous(),
-            rows,
-            counts,
+    for part in launches(streams) if rows.numel() else ():
+        _blocks_kernel[(-(-rows.shape[1] // COLUMNS), part.stop - part.start)](
+            chosen[part].contiguous(),
+            chosen_counts[part].contiguous(),
+            blocks.starts[part].contiguous(),
+            pairs.starts[part].contiguous(),
+            pairs.lengths[part].contiguous(),
+            rows[part],
+            counts[part],
             width,
             rows.shape[1],
             size,
             COLUMNS,
         )
-    else:
+    if not rows.numel():
         counts.zero_()
     return rows, counts

@@ -17,6 +17,9 @@ MOST_SPLITS, LEAST_BLOCKS = 128, 2
 TILE_BYTES = 32 * 1024
 """Most key and value bytes of a pipeline stage: three stages fit into the shared memory of every supported chip."""
 
+MOST_STREAMS = 65535
+"""Most streams of a launch that numbers them by the second dimension of its grid, the limit of CUDA."""
+
 WITHOUT_DEVICE = 8
 """Multiprocessors assumed for tensors that are not on a GPU, as under the interpreter."""
 
@@ -72,6 +75,11 @@ def plan(
     useful = 1 + capacity // (LEAST_BLOCKS * block)
     splits = min(fitting, useful * streams) if fitting >= 2 * streams and useful > 2 else 0
     return LaunchGrid(streams, splits, tiles, rows)
+
+
+def launches(streams: int) -> list[slice]:
+    """Return the streams of each launch of a kernel whose grid has streams in its second dimension."""
+    return [slice(first, min(first + MOST_STREAMS, streams)) for first in range(0, streams, MOST_STREAMS)]
 
 
 def resident(warps: int, registers: int | None, limit: int) -> int:

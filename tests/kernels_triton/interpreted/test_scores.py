@@ -10,6 +10,7 @@ from torch import Tensor
 from kvpress.kernels import Dense, Ranges
 from kvpress.kernels.scores import reference
 from kvpress.kernels.scores.triton import score
+from kvpress.kernels.triton import grid
 from tests.kernels.builders import quantise, quantise_centred, relative_error, streams
 from tests.kernels_triton.interpreted.problems import LENGTHS, poison
 
@@ -35,6 +36,15 @@ def test_bounds_match_reference(dim: int, queries: int, dtype: torch.dtype) -> N
     a, b = torch.randn(2, s.rows, dim).to(dtype)
     low, high = torch.minimum(a, b), torch.maximum(a, b)
     poison(s, low, high)
+    args = (s.q, Dense(low), Dense(high), s.where, "max", 150)
+    assert_close(score(*args), reference.score(*args))
+
+
+def test_more_streams_than_a_grid_has_are_scored_in_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grid, "MOST_STREAMS", 2)
+    s = streams(LENGTHS, 4, 64, torch.float16)
+    assert len(LENGTHS) > 2
+    low, high = torch.randn(2, s.rows, 64).half().sort(dim=0).values
     args = (s.q, Dense(low), Dense(high), s.where, "max", 150)
     assert_close(score(*args), reference.score(*args))
 

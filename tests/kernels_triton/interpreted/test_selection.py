@@ -8,6 +8,7 @@ import torch
 
 from kvpress.kernels import Ranges
 from kvpress.kernels.selection import parallel, reference, triton
+from kvpress.kernels.triton import grid
 from tests.kernels.selection.test_blocks import SIZE, assert_rows, problem
 from tests.kernels.selection.test_top_rows import KINDS, assert_chosen, drawn, placed
 
@@ -52,3 +53,10 @@ def test_nothing_to_choose_from() -> None:
 def test_rows_of_chosen_blocks_are_listed(longest: int) -> None:
     chosen, blocks, pairs = problem()
     assert_rows(triton.of_blocks(chosen.rows, chosen.counts, blocks, pairs, SIZE, longest), longest)
+
+
+def test_more_streams_than_a_grid_has_are_listed_in_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grid, "MOST_STREAMS", 2)
+    chosen, blocks, pairs = problem()
+    assert len(chosen.rows) > 2
+    assert_rows(triton.of_blocks(chosen.rows, chosen.counts, blocks, pairs, SIZE, 20), 20)
