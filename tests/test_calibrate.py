@@ -208,9 +208,14 @@ def test_texts_are_cut_and_joined_into_sequences(tmp_path: Path) -> None:
     lines = tmp_path / "a.jsonl"
     lines.write_text('{"text": "one"}\n{"text": "two"}\n')
     assert list(documents(str(lines))) == ["one", "two"]
-    lines.write_text('{"text": "one"}\n{"txt": "two"}\n')
-    with pytest.raises(ValueError, match="line 2: expected a JSON object with a `text`"):
-        list(documents(str(lines)))
+    for wrong in ('{"txt": "two"}', '{"text": null}', "[]"):
+        lines.write_text('{"text": "one"}\n' + wrong)
+        with pytest.raises(ValueError, match="line 2: expected a JSON object with a `text`"):
+            list(documents(str(lines)))
+    for file in (lines, tmp_path / "a.txt"):
+        file.write_bytes(b"one \xff")
+        with pytest.raises(ValueError, match=rf"{file.name} is not a text in UTF-8: invalid start byte at byte 4"):
+            list(documents(str(file)))
 
 
 def test_a_dataset_needs_a_text_column(tmp_path: Path) -> None:
