@@ -38,6 +38,15 @@ SIZES = {
 SKIPPED = ("tests/integration", "tests/test_evaluation_utils.py")
 """Tests of datasets of the hub, and of scripts that the source distribution does not contain."""
 
+SEEDED = """import pytest, torch
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+"""
+"""Plugin of pytest that seeds every test: they draw tokens and weights at random, so that counts would vary."""
+
 NOT_RUN, MEANT, MISSING, OURS = "not run", "meant", "lacks a name", "ours"
 
 RULES = (
@@ -120,7 +129,17 @@ def run(folder: Path) -> dict[str, object]:
     """Run the tests in a folder; return the number that passed and the failures, `[test, category, reason, message]`."""
     report = folder / "report.xml"
     skipped = [f"--ignore={name}" for name in SKIPPED]
-    options = ["-q", "-p", "no:cacheprovider", "--continue-on-collection-errors", f"--junitxml={report}", *skipped]
+    (folder / "seeded.py").write_text(SEEDED)
+    options = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "seeded",
+        "--continue-on-collection-errors",
+        f"--junitxml={report}",
+        *skipped,
+    ]
     paths = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-m", "pytest", *options, "tests"]

@@ -154,10 +154,16 @@ def _plan(recipe: Recipe, model: Geometry, context: int, batch: int, generated: 
 def longest_context(press: BasePress | str, model: Geometry, room: int, batch: int = 1, generated: int = 0) -> int:
     """Return the longest context, in tokens of each row, whose cache never exceeds `room` bytes.
 
-    The other arguments are those of `plan`. Returns `LONGEST` if any context fits, and 0 if none fits.
+    The other arguments are those of `plan`. Returns `LONGEST` if any context fits, and 0 if none fits that the press can read.
     """
+    recipe = get_press(press).recipe(model)
+    recipe.check_length(LONGEST)
 
     def needed(context: int) -> int:
+        try:
+            recipe.check_length(context)
+        except ValueError:  # shorter than a range of protected tokens
+            return 0
         return plan(press, model, context, batch, generated).needed_bytes
 
     longest = bisect.bisect_right(range(1, LONGEST + 1), room, key=needed)

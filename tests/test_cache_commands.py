@@ -89,6 +89,16 @@ def test_info_prints_the_contents_of_a_file_and_verifies_it(text: Path, tmp_path
             "--refine must be a number of minutes above 0, such as 10, got 0",
             2,
         ),
+        (
+            ("compress", "--press", "knorm:0.5", "--text", "{bytes}", "--out", "{folder}/a.kv"),
+            "is not a text in UTF-8",
+            2,
+        ),
+        (
+            ("compress", "--press", "knorm:0.5", "--text", "{text}", "--out", "{folder}/a.kv", "--dtype", "int8"),
+            "--dtype must be auto, bfloat16, float16 or float32, got 'int8'",
+            2,
+        ),
         (("ask", "--cache", "{text}", "Why?"), "not a file of kvpress", 2),
         (("ask", "--cache", "{folder}/no.kv", "Why?"), "there is no such file", 3),
     ],
@@ -97,8 +107,9 @@ def test_errors_are_one_sentence(
     arguments: tuple[str, ...], message: str, code: int, text: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "empty.txt").write_text(" \n")
+    (tmp_path / "bytes.txt").write_bytes(b"\xff")
     there = sorted(tmp_path.iterdir())
-    places = {"text": text, "folder": tmp_path, "empty": tmp_path / "empty.txt"}
+    places = {"text": text, "folder": tmp_path, "empty": tmp_path / "empty.txt", "bytes": tmp_path / "bytes.txt"}
     done = run(*(argument.format(**places) for argument in arguments), "--model", "reference")
     assert done.exit_code == code
     assert message in done.stderr.replace("\n", " ")

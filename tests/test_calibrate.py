@@ -14,7 +14,7 @@ from safetensors import safe_open
 from typer.testing import CliRunner
 
 import kvpress
-from kvpress.calibrate import CoupledSettings, calibrate, coupled, methods
+from kvpress.calibrate import CoupledSettings, LevelSettings, calibrate, coupled, methods
 from kvpress.calibrate.corpus import documents, pack
 from kvpress.calibrate.listing import listed_methods
 from kvpress.calibrate.pairs import PairRecorder, balance
@@ -132,6 +132,54 @@ def test_a_stopped_run_continues_with_the_missing_layers(tmp_path: Path, monkeyp
     assert_same_books(resumed.tensors, expected.tensors)
 
 
+@pytest.mark.parametrize(
+    "sequences",
+    [tokens(2, 40)[0], tokens(2, 40).float(), tokens(2, 40).tolist()],
+    ids=["one row", "float32", "list"],
+)
+def test_sequences_must_be_token_ids(sequences: Any, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"sequences must be token ids, a tensor \[S, T\] of integers, got"):
+        calibrate(tiny_model("llama"), sequences, SETTINGS, tmp_path / "books")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_is_no_file_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="is a folder: pass the name of a file as out"):
+        calibrate(tiny_model("llama"), tokens(2, 40), SETTINGS, tmp_path)
+    monkeypatch.setattr(
+        "kvpress.hf.generation.pipeline.load_model", lambda *args, **kwargs: pytest.fail("it was loaded")
+    )
+    given = ["calibrate", "cq", "--model", "reference", "--data", "x", "--out", str(tmp_path), "--force"]
+    refused = CliRunner().invoke(app, given)
+    assert refused.exit_code == 2
+    assert f"{tmp_path} is a folder: pass the name of a file" in refused.output.replace("\n", "")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_refuses_sequences_that_are_too_short_before_it_loads_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "kvpress.hf.generation.pipeline.load_model", lambda *args, **kwargs: pytest.fail("it was loaded")
+    )
+    given = [
+        "calibrate",
+        "leank",
+        "--model",
+        "reference",
+        "--data",
+        "x",
+        "--out",
+        str(tmp_path / "x"),
+        "--tokens",
+        "1k",
+    ]
+    refused = CliRunner().invoke(app, given)
+    assert refused.exit_code == 2
+    message = "leank needs sequences of 1217 tokens or more with these settings, got 1024: pass --tokens 1217"
+    assert message in " ".join(refused.output.split())
+
+
 def test_weights_are_clipped_and_scaled() -> None:
     balanced = balance(torch.cat([torch.ones(1999), torch.tensor([1e9])]))
     torch.testing.assert_close(balanced, torch.ones(2000))
@@ -141,9 +189,9 @@ def test_weights_are_clipped_and_scaled() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [(CoupledSettings((3, 4)), "coupled must divide the head dim 32"), (CoupledSettings(bits=(8, 7)), "bits must be one of"),
-     (CoupledSettings(iterations=0), "iterations")],
+     (CoupledSettings(iterations=0), "iterations"), (LevelSettings(outliers=1.0), r"outliers must be in \[0, 1\), got 1.0")],
 )  # fmt: skip
-def test_bad_settings_are_refused_before_any_work(settings: CoupledSettings, message: str, tmp_path: Path) -> None:
+def test_bad_settings_are_refused_before_any_work(settings: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         calibrate(tiny_model("llama"), tokens(2, 40), settings, tmp_path / "books")
     assert not list(tmp_path.iterdir())
@@ -160,9 +208,14 @@ def test_texts_are_cut_and_joined_into_sequences(tmp_path: Path) -> None:
     lines = tmp_path / "a.jsonl"
     lines.write_text('{"text": "one"}\n{"text": "two"}\n')
     assert list(documents(str(lines))) == ["one", "two"]
-    lines.write_text('{"text": "one"}\n{"txt": "two"}\n')
-    with pytest.raises(ValueError, match="line 2: expected a JSON object with a `text`"):
-        list(documents(str(lines)))
+    for wrong in ('{"txt": "two"}', '{"text": null}', "[]"):
+        lines.write_text('{"text": "one"}\n' + wrong)
+        with pytest.raises(ValueError, match="line 2: expected a JSON object with a `text`"):
+            list(documents(str(lines)))
+    for file in (lines, tmp_path / "a.txt"):
+        file.write_bytes(b"one \xff")
+        with pytest.raises(ValueError, match=rf"{file.name} is not a text in UTF-8: invalid start byte at byte 4"):
+            list(documents(str(file)))
 
 
 def test_a_dataset_needs_a_text_column(tmp_path: Path) -> None:

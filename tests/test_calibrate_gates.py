@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,22 @@ def test_a_high_price_closes_gates_and_presses_read_the_table(settings: Any, tmp
     assert report.kept < report.seen
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [DuoAttentionSettings(0, 1, price=100.0), RLKVSettings(0, 1, price=100.0, target=0.0)],
+    ids=lambda settings: settings.method,
+)
+def test_gates_of_layers_with_a_sliding_window_stay_open(settings: Any, tmp_path: Path) -> None:
+    """The price would close them first, since nothing depends on them, and presses would cut no other heads."""
+    model = copy.deepcopy(tiny_model("gpt_oss", "eager"))
+    ids = model.generate(tokens(8, 20), max_new_tokens=24, do_sample=False)
+    settings = replace(settings, answer=20, steps=12, lr=0.2)
+    gates = calibrate(model, ids, settings, tmp_path / "heads.tsv").tensors["gates"]
+    full = full_layers(model)
+    for layer, row in enumerate(gates.tolist()):
+        assert max(row) < 1 if layer in full else row == [1.0] * len(row)
+
+
 def test_untrainable_settings_and_data_are_refused(tmp_path: Path) -> None:
     model, ids = copy.deepcopy(tiny_model("llama")), torch.full((2, LENGTH), 5)
     with pytest.raises(ValueError, match=r"must end in \.tsv"):
@@ -154,10 +171,12 @@ def test_untrainable_settings_and_data_are_refused(tmp_path: Path) -> None:
         calibrate(model, ids, DuoAttentionSettings(), tmp_path / "gates.tsv")
     with pytest.raises(ValueError, match="answer must be >= 2, got 1"):
         calibrate(model, ids, RLKVSettings(SINKS, RECENT, answer=1), tmp_path / "gates.tsv")
+    with pytest.raises(ValueError, match=r"length must be below answer.*got length=4 and answer=4"):
+        calibrate(model, ids, RLKVSettings(SINKS, RECENT, answer=4), tmp_path / "gates.tsv")
     with pytest.raises(
         ValueError, match="needs tokens that the model predicts with full attention and not with streaming heads"
     ):
-        calibrate(model, ids, RLKVSettings(SINKS, 20, answer=4, steps=2), tmp_path / "gates.tsv")
+        calibrate(model, ids, RLKVSettings(SINKS, 20, answer=5, steps=2), tmp_path / "gates.tsv")
     assert not list(tmp_path.glob("*.tsv"))
 
 

@@ -163,6 +163,13 @@ def test_rerotated_keys_are_those_of_a_prompt_of_the_kept_tokens() -> None:
     torch.testing.assert_close(rerotated, alone, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_query_statistics_need_rotary_angles(family: str) -> None:
+    module, call = real(tiny_model(family))
+    with pytest.raises(ValueError, match="give the attention module with its `rotary_emb`"):
+        kvpress.ExpectedAttentionPress(0.5).get_query_statistics(module, call["hidden_states"])
+
+
 def test_window_attention_is_that_of_the_model() -> None:
     model = tiny_model("qwen3", "eager")
     module, call = real(model)

@@ -434,6 +434,7 @@ class ByHiddenState(ScorerPress):
 
     def score(self, module: Any, hidden_states: Any, keys: Any, values: Any, attentions: Any, kwargs: Any) -> Tensor:
         assert hidden_states.shape[1] == keys.shape[2] == kwargs["position_embeddings"][0].shape[1]
+        assert torch.equal(kwargs["hidden_states"], hidden_states)
         heads = hidden_states.view(*hidden_states.shape[:2], keys.shape[1], -1)
         return heads.norm(dim=-1).transpose(1, 2)
 

@@ -99,6 +99,7 @@ def test_long_contexts_lose_their_end() -> None:
 def test_generation_arguments_reach_generate() -> None:
     answer = pipe()(CONTEXTS[0], **ASKED, max_new_tokens=4, num_beams=2)
     assert answer == {"answer": " 4837."}
+    assert pipe()(CONTEXTS[0], **ASKED, max_new_tokens=4, return_dict_in_generate=True) == answer
     with pytest.raises(ValueError, match="tempratur"):
         pipe()(CONTEXTS[0], **ASKED, tempratur=0.5)
 
@@ -160,7 +161,7 @@ def test_an_answer_is_generated_from_a_cache_that_was_read_before(spec: str) -> 
     ("wrong", "message"),
     [
         ({"question": "a", "questions": ["b"]}, "not both"),
-        ({"max_new_tokens": 0}, ">= 1"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be >= 1, got 0"),
         ({"questions": []}, "at least"),
     ],
 )
@@ -328,6 +329,12 @@ def test_a_press_finds_roles_by_the_tokenizer_of_the_pipeline() -> None:
         ("a", {"questions": [["b"], ["c"]]}, ValueError, "2 lists for 1 contexts"),
         (["a", "b"], {"questions": [["b"], []]}, ValueError, "about context 1"),
         (["a", "b"], {"questions": [["b"], "c"]}, TypeError, "for every context"),
+        ("a", {"questions": 3}, TypeError, "got 3"),
+        ("a", {"max_context_length": -1}, ValueError, "max_context_length must be >= 1, got -1"),
+        ("a", {"max_context_length": True}, TypeError, "max_context_length must be an integer"),
+        ("a", {"answer_prefix": 3}, TypeError, "answer_prefix must be a text, got 3"),
+        (None, {"system": "a"}, ValueError, "pass them with the context"),
+        (None, {"tools": []}, ValueError, "pass them with the context"),
         ("a", {"cache": 3}, TypeError, "got int"),
         ("a", {"questions": ["b", "c"], "streamer": object()}, ValueError, "got 1 for 2 questions"),
     ],
@@ -338,6 +345,13 @@ def test_invalid_arguments_are_refused(context: Any, options: Any, error: type[E
         return
     with pytest.raises(error, match=message):
         chat()(context, max_new_tokens=1, **options)
+
+
+def test_a_template_that_changes_the_last_message_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mark of the question's place would be read as a part of the context."""
+    monkeypatch.setattr(chat().tokenizer, "chat_template", "{% for each in messages %}{{ each | tojson }}{% endfor %}")
+    with pytest.raises(ValueError, match="does not write the last message as it is"):
+        chat()("The king sings.", question="Who?", max_new_tokens=1)
 
 
 def test_streamers_of_one_text_are_refused_for_a_batch() -> None:

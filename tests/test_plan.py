@@ -395,6 +395,15 @@ def test_the_longest_context_fits_and_a_longer_one_does_not(spec: str, batch: in
     assert longest_context(press, model, 0, batch) == 0
 
 
+def test_contexts_without_the_protected_tokens_do_not_fit() -> None:
+    """The search for the longest context tries lengths that the press cannot read."""
+    model, press = Geometry.of(reference().config), kvpress.get_press("protect(knorm:0.5):tokens=0:50")
+    longest = longest_context(press, model, 10_000_000)
+    assert plan(press, model, longest).needed_bytes <= 10_000_000
+    assert longest_context(press, model, plan(press, model, 50).needed_bytes) == 50
+    assert longest_context(press, model, plan(press, model, 50).needed_bytes - 1) == 0
+
+
 def test_a_plan_replaces_no_file_by_mistake(tmp_path: Path) -> None:
     config, out = tmp_path / "config.json", tmp_path / "plan.json"
     tiny_model("llama").config.to_json_file(config)

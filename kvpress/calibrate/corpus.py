@@ -20,22 +20,36 @@ def documents(source: str) -> Iterator[str]:
             hub as `name`, `name:config` or `name:config:split`; the default split is `train`.
 
     Raises:
-        ValueError: a line of the file has no text, or the dataset has no column `text`.
+        ValueError: a line of the file has no text, the file is not in UTF-8, or the dataset has no column `text`.
     """
     path = Path(source)
     if not path.is_file():
         yield from _dataset(source)
     elif path.suffix != ".jsonl":
-        yield path.read_text(encoding="utf-8")
+        yield read_utf8(path)
     else:
         # Not `splitlines`, which also splits at the line separators that texts contain.
-        for number, line in enumerate(path.read_text(encoding="utf-8").rstrip("\n").split("\n"), start=1):
+        for number, line in enumerate(read_utf8(path).rstrip("\n").split("\n"), start=1):
+            message = f"{source}, line {number}: expected a JSON object with a `text`, got {line[:60]!r}"
             try:
-                yield str(json.loads(line)["text"])
+                text = json.loads(line)["text"]
             except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(
-                    f"{source}, line {number}: expected a JSON object with a `text`, got {line[:60]!r}"
-                ) from error
+                raise ValueError(message) from error
+            if not isinstance(text, str):
+                raise ValueError(message)
+            yield text
+
+
+def read_utf8(path: Path) -> str:
+    """Return the text of a file.
+
+    Raises:
+        ValueError: it is not in UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a text in UTF-8: {error.reason} at byte {error.start}; convert it") from error
 
 
 def _dataset(source: str) -> Iterator[str]:

@@ -59,6 +59,7 @@ class TableSettings(CalibrationSettings):
 class GateSettings(TableSettings):
     """Settings of gates `[L, H]` of all KV heads, trained with AdamW from 1 and clamped to [0, 1].
 
+    Layers with a sliding window are not gated: theirs stay 1, so that presses cut other heads before them.
     A sequence is a prompt with an answer, its last `answer` tokens. Keys and values of all sequences are in memory during
     training. The file is a table that `duo_attention` and `rlkv` read (`.tsv`).
     """
@@ -150,7 +151,7 @@ class Distilled(GateSettings):
         (ids, target), start = prompt, len(prompt[0]) - self.answer
         output = attention.follow(model, ids[None, start:], torch.tensor([start], device=ids.device))
         distance: Tensor = (output.hidden_states[-1][0].float() - target).square().mean() / target.square().mean()
-        return distance + self.price * attention.gates.mean()
+        return distance + self.price * attention.mean_gate()
 
 
 @contextmanager
@@ -184,6 +185,10 @@ class Gated:
         self.pairs: PairsByLayer = {}
         self.starts: Tensor | None = None
         self.open: float | None = None
+
+    def mean_gate(self) -> Tensor:
+        """Return the mean gate of the gated layers; others must keep their gates, which attention does not depend on."""
+        return self.gates[sorted(self.growing)].mean()
 
     def read(self, model: Any, ids: Tensor) -> Any:
         """Read a prompt `ids [T]` with full attention and return the model's output."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpress.calibrate.pairs import SINKS, FitsPairs, PairRecorder, balance
-from kvpress.core.checks import Count, Share, Size, check_fields
+from kvpress.core.checks import Count, Ratio, Size, check_fields
 from kvpress.core.model import ModelFacts
 from kvpress.quant.kmeans import kmeans
 from kvpress.quant.kvquant import FITTED_BITS, METHOD, TILE, by_token, centre_and_reach
@@ -27,7 +27,7 @@ class LevelSettings(FitsPairs):
     `values.b [2**b]`, ascending, for b = 2, 3 and 4 bits.
     """
 
-    outliers: Share = 0.01
+    outliers: Ratio = 0.01
     """Share of the numbers outside of their range."""
     fisher: bool = True
     """Whether every number is weighted by its squared gradient of the language-modelling loss."""

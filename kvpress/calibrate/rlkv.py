@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvpress.calibrate.gates import Gated, GateSettings
 from kvpress.core.checks import Count, NotNegative, Positive, Share, Size
+from kvpress.core.model import ModelFacts
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,14 @@ class RLKVSettings(GateSettings):
     length: Count = 4
     """Tokens of a sample."""
 
+    def check(self, model: ModelFacts) -> None:
+        super().check(model)
+        if self.length >= self.answer:
+            raise ValueError(
+                f"length must be below answer, whose tokens are both questions and samples; got length={self.length} and "
+                f"answer={self.answer}"
+            )
+
     def prompt(self, model: Any, attention: Gated, ids: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return `ids`, the full model's predictions `[T]`, and the positions `[n]` of questions; None without questions."""
         start = len(ids) - self.answer
@@ -60,7 +69,7 @@ class RLKVSettings(GateSettings):
 
     def loss(self, model: Any, attention: Gated, prompt: tuple[Tensor, ...], generator: torch.Generator) -> Tensor:
         ids, predicted, starts = prompt
-        open_gates = attention.gates.mean()
+        open_gates = attention.mean_gate()
         chosen = torch.randperm(len(starts), generator=generator, device=starts.device)[: self.questions]
         starts = starts[chosen].repeat_interleave(self.samples)
         answers = predicted[starts[:, None] + torch.arange(self.length, device=ids.device)]

@@ -112,8 +112,16 @@ def calibrate(
 
     Raises:
         NotImplementedError: no layer has a cache that grows.
-        ValueError: sequences are too short, too long or empty, or settings do not suit the model.
+        TypeError: sequences are not token ids.
+        ValueError: sequences are too short, too long or empty, settings do not suit the model, or `out` is a folder.
     """
+    out = Path(out)
+    if not isinstance(sequences, Tensor) or sequences.dim() != 2 or sequences.dtype not in (torch.int32, torch.int64):
+        is_tensor = isinstance(sequences, Tensor)
+        actual = f"{sequences.dtype} {list(sequences.shape)}" if is_tensor else type(sequences).__name__
+        raise TypeError(f"sequences must be token ids, a tensor [S, T] of integers, got {actual}")
+    if folder := next((path for path in settings.outputs(out) if path.is_dir()), None):
+        raise ValueError(f"{folder} is a folder: pass the name of a file as out")
     facts = host().facts_of(model)
     if not facts.growing:
         kinds = ", ".join(sorted({layer.kind for layer in facts.layers})) or "none with attention"

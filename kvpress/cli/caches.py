@@ -14,6 +14,8 @@ import typer
 from kvpress.cli.console import UNWRITABLE, Device, ModelKwargs, fail, shown, tokens
 from kvpress.cli.outputs import check_outputs
 
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
 
 def compress_command(
     model: Annotated[str, typer.Option(help="`reference`, a folder or a hub name.")],
@@ -40,6 +42,7 @@ def compress_command(
     with shown():
         from kvpress.cache.container import check_compression
         from kvpress.cache.report import memory_report
+        from kvpress.calibrate.corpus import read_utf8
         from kvpress.core.effect import assumed_sizes, check_acts, left_whole, left_whole_note
         from kvpress.core.spec import get_press
         from kvpress.hf.cache.files import save
@@ -48,6 +51,8 @@ def compress_command(
 
         compress = "zstd" if zstd else None
         check_compression(compress)
+        if dtype not in DTYPES:
+            raise ValueError(f"--dtype must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, got {dtype!r}")
         if refine is not None:
             check_minutes(refine)
         configured = get_press(press)
@@ -59,7 +64,7 @@ def compress_command(
                 OSError(f"{out} is a folder, or its parent folder does not exist: pass the name of a file"), UNWRITABLE
             )
         check_outputs([out], [model, *([] if text == "-" else [text])], force)
-        content = sys.stdin.read() if text == "-" else Path(text).read_text(encoding="utf-8")
+        content = sys.stdin.read() if text == "-" else read_utf8(Path(text))
         loaded, tokenizer = _loaded(model, dtype, device, model_kwargs)
         started, notes, state = time.perf_counter(), None, out.with_name(f"{out.name}.refine")
         if refine is None:

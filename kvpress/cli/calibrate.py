@@ -66,7 +66,10 @@ def method_command(method: ListedMethod) -> Any:
         model: Annotated[str, typer.Option(help="`reference`, a folder or a hub name.")],
         data: Annotated[
             list[str],
-            typer.Option(help="A .jsonl file with `text`, any text file, or a dataset; may be repeated."),
+            typer.Option(
+                help="A .jsonl file with `text`, any text file, or a dataset; may be repeated. The next one is read if those "
+                "before it hold too few texts."
+            ),
         ],
         out: Annotated[Path, typer.Option(help="The file to write.")],
         sequences: Annotated[int, typer.Option(help="Sequences to read.", min=1)] = 16,
@@ -151,7 +154,13 @@ def calibrate_model(
     from kvpress.hf.model_kwargs import configured, parse_model_kwargs
     from kvpress.hf.models import device_named
 
+    settings.check_out(out)
     check_outputs(settings.outputs(out), [model, *data], force)
+    if tokens < settings.shortest:
+        raise ValueError(
+            f"{settings.method} needs sequences of {settings.shortest} tokens or more with these settings, got {tokens}: pass "
+            f"--tokens {settings.shortest}"
+        )
     place = device_named(device)
     loaded, tokenizer = load_model(model, **configured(model, parse_model_kwargs(model_kwargs)))
     ids = pack(tokenizer, (text for source in data for text in documents(source)), tokens, sequences)

@@ -13,12 +13,14 @@ def check_outputs(outputs: Iterable[Path], inputs: Iterable[str | Path] = (), fo
     `inputs` are files, folders with input files, or names that are not paths, such as those of models.
 
     Raises:
-        ValueError: an output exists already.
+        ValueError: an output exists already, or is a folder.
     """
     sources = [file for source in map(Path, inputs) for file in (source.iterdir() if source.is_dir() else [source])]
     for path in outputs:
         if not path.exists():
             continue
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder: pass the name of a file")
         same = next((source for source in sources if source.exists() and path.samefile(source)), None)
         if same is not None:
             raise ValueError(f"{path} is also read, as {same}: name another --out")

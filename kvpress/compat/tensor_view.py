@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -16,6 +17,11 @@ from kvpress.hf.models import find_rotary, find_rotate
 from kvpress.observe.call import AttentionLayer, LayerCall, NewTokens
 from kvpress.observe.observer import Wanted
 from kvpress.observe.view import View, view_groups
+
+NO_ANGLES = (
+    "this press needs rotary angles: give the attention module with its `rotary_emb`, or position_embeddings of all tokens in "
+    "kwargs, or use it inside `with press(model)`"
+)
 
 
 def view_of_tensors(
@@ -34,6 +40,8 @@ def view_of_tensors(
     module = module if isinstance(module, nn.Module) else None
     if module is not None and hidden_states is not None:
         kwargs = _with_embeddings(module, hidden_states, keys, kwargs)
+        if keys is None and "position_embeddings" in signature(module.forward).parameters.keys() - kwargs.keys():
+            raise ValueError(NO_ANGLES)
         inputs = asked(module, hidden_states, kwargs) if keys is None else None
         keys, values = (inputs.keys, inputs.keys) if inputs is not None else (keys, values)
     if keys is None or values is None:
@@ -95,10 +103,7 @@ def _angles(call: LayerCall) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]
         embeddings = call.kwargs.get("position_embeddings")
         indices = positions - call.tokens.seen_before
         if embeddings is None or bool((indices < 0).any()) or bool((indices >= embeddings[0].shape[1]).any()):
-            raise ValueError(
-                "this press needs rotary angles: give the attention module with its `rotary_emb`, or position_embeddings of "
-                "all tokens in kwargs, or use it inside `with press(model)`"
-            )
+            raise ValueError(NO_ANGLES)
         cos, sin = (
             table.expand(len(indices), -1, -1).gather(1, indices[..., None].expand(-1, -1, table.shape[2]))
             for table in embeddings

@@ -18,6 +18,7 @@ from kvpress.diffusion.reader import BlockCache, DiffusionReader
 from kvpress.diffusion.settings import Cached, DiffusionSettings, choose
 from kvpress.hf.attention.attention_override import attending
 from kvpress.hf.attention.bidirectional import check_bidirectional
+from kvpress.hf.positions import check_positions
 from kvpress.hf.session.checks import check_padding
 
 
@@ -97,7 +98,8 @@ def diffuse(
         The sequences, with counts of steps and passes.
 
     Raises:
-        ValueError, TypeError: an argument is out of range, or has no effect with another one.
+        ValueError, TypeError: an argument is out of range, or has no effect with another one, or the model has fewer
+            positions than the sequences.
         NotImplementedError: the model's causal mask cannot be removed, or the press does not work around a block.
         RuntimeError: a press is active on the model.
         FloatingPointError: logits are not finite.
@@ -112,10 +114,18 @@ def diffuse(
     ids, real = _prompt(inputs, attention_mask)
     mask_token = _mask_token(model, mask_token, ids)
     facts = check_bidirectional(model, ids.shape[1] + new_tokens)
+    longest = int(real.sum(dim=1).max()) + new_tokens
+    check_positions(model.config, longest, f"shorten the prompts, or lower new_tokens={new_tokens}")
     press = None if press is None else get_press(press)
     if press is not None and cache == "none":
         raise ValueError(
             f"{type(press).__name__} acts on stored pairs, and cache='none' stores none: use 'prefix' or 'dual'"
+        )
+    most_steps = block_length if steps is None else steps
+    if press is not None and full_steps >= most_steps:
+        raise ValueError(
+            f"{type(press).__name__} acts on stored pairs, which no step of a block reads: full_steps={full_steps} must be "
+            f"below {most_steps}, the number of steps"
         )
     recipe = Recipe() if press is None else recipe_around(press, facts, block_length)
 
@@ -172,6 +182,8 @@ def _prompt(inputs: Tensor | Mapping[str, Tensor], attention_mask: Tensor | None
         if attention_mask is not None and "attention_mask" in inputs:
             raise ValueError("attention_mask is given twice: in inputs, and as an argument")
         attention_mask = inputs.get("attention_mask", attention_mask)
+        if "input_ids" not in inputs:
+            raise ValueError(f"inputs must have input_ids, token ids [batch, tokens], got {sorted(inputs)}")
         inputs = inputs["input_ids"]
     if not isinstance(inputs, Tensor) or inputs.dim() != 2 or inputs.is_floating_point():
         actual = f"{inputs.dtype} {tuple(inputs.shape)}" if isinstance(inputs, Tensor) else type(inputs).__name__

@@ -399,6 +399,7 @@ def score_arguments(view: View) -> tuple[nn.Module, Tensor, Tensor, Tensor, Tens
     call = view.call
     states = None if view.hidden is None else getattr(call.store.observers.get(view.hidden), "states", None)
     hidden = call.hidden_states if states is None else states
+    is_of_call = hidden.shape == call.hidden_states.shape
     kwargs = {**call.kwargs, "kvpress": view, "attention_mask": None}
     new = call.queries.shape[2]
     kwargs.setdefault("cache_position", torch.arange(view.seen - min(new, view.seen), view.seen))
@@ -421,6 +422,8 @@ def score_arguments(view: View) -> tuple[nn.Module, Tensor, Tensor, Tensor, Tens
                 attentions = attentions[rows[..., None], :, indices[:, :, None], indices[:, None]].permute(0, 3, 1, 2)
     if embeddings is not None:
         kwargs["position_embeddings"] = tuple(embeddings)
+    if is_of_call and "hidden_states" in kwargs:
+        kwargs["hidden_states"] = hidden  # presses written for NVIDIA kvpress read them here too
     return call.layer.module, hidden, view.keys, view.values, attentions, kwargs
 
 

@@ -216,8 +216,9 @@ class Slots(Allocator):
     def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
         layers = [list(items) for _, items in groupby(scored, key=lambda item: item.view.layer)]
         scores = [self._sorted_scores(items) for items in layers]  # [b, h or 1, n] for each layer
+        least = max(1, self.minimum)  # within the budget, as every head keeps a pair
         for layer_scores in scores:
-            layer_scores[..., : self.minimum] = torch.inf
+            layer_scores[..., :least] = torch.inf
         flat = torch.cat([layer_scores.flatten(1) for layer_scores in scores], dim=1)
         lengths = {item.view.length for item in scored}
         if self.structured and len(lengths) > 1:
@@ -227,7 +228,7 @@ class Slots(Allocator):
         masks = mask.split([layer_scores[0].numel() for layer_scores in scores], dim=1)
         counts: list[int | Tensor] = []
         for items, layer_scores, layer_mask in zip(layers, scores, masks, strict=True):
-            kept, first = layer_mask.view(layer_scores.shape).sum(dim=2).clamp_min(max(1, self.minimum)), 0
+            kept, first = layer_mask.view(layer_scores.shape).sum(dim=2).clamp_min(least), 0
             for view in (item.view for item in items):
                 count = kept if self.structured else kept[:, first : first + view.shape[1]]
                 counts.append(count.expand(view.shape[:2]).clamp_max(view.length))

@@ -23,6 +23,14 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "idle full_steps": ({"cache": "none", "full_steps": 2}, ValueError, "no effect with cache='none'"),
     "idle refresh": ({"cache": "none", "refresh_every": 2}, ValueError, "no effect with cache='none'"),
     "idle press": ({"cache": "none", "press": kvpress.KnormPress(0.5)}, ValueError, "KnormPress acts on stored pairs"),
+    "press without steps": (
+        {"full_steps": 8, "press": kvpress.KnormPress(0.5)}, ValueError,
+        "KnormPress acts on stored pairs, which no step of a block reads: full_steps=8 must be below 8",
+    ),
+    "positions": (
+        {"new_tokens": 10**5}, ValueError, r"100012 tokens are over the \d+ positions .* or lower new_tokens=100000",
+    ),
+    "no ids": ({"inputs": {"attention_mask": torch.ones(1, 12)}}, ValueError, r"must have input_ids.*\['attention_mask'\]"),
     "no press": ({"press": 0.5}, TypeError, "a press is a press object or a spec such as .*got float"),
     "mask token": ({"mask_token": 97}, ValueError, r"mask_token must be a token id in \[0, 96\], got 97"),
     "no mask token": ({"mask_token": None}, ValueError, "the configuration of LlamaForCausalLM has no mask_token_id"),

@@ -39,7 +39,7 @@ def kept_by_hand(scores: Tensor, press: Any) -> list[list[list[int]]]:
     layers, heads, length = scores.shape
     ordered = scores.sort(dim=2, descending=True).values
     total = int(length * (1 - press.compression_ratio))
-    lower_bound = press.keep_token_lower_bound
+    lower_bound = max(1, press.keep_token_lower_bound)
     if press.structured:
         slots = ordered.amax(dim=1) if press.agg_head == "max" else ordered.mean(dim=1)
         slots[:, :lower_bound] = torch.inf
@@ -51,7 +51,7 @@ def kept_by_hand(scores: Tensor, press: Any) -> list[list[list[int]]]:
         counts = [[int((best == layer * heads + head).sum()) for head in range(heads)] for layer in range(layers)]
     return [
         [
-            sorted(scores[layer, head].topk(min(length, max(1, lower_bound, counts[layer][head]))).indices.tolist())
+            sorted(scores[layer, head].topk(min(length, max(lower_bound, counts[layer][head]))).indices.tolist())
             for head in range(heads)
         ]
         for layer in range(layers)
@@ -83,6 +83,13 @@ def test_kept_pairs_follow_from_eager_attention(family: str, settings: dict[str,
             assert actual == heads
     num_kept = sum(len(head) for layer in layers for head in kept[layer][0])
     assert num_kept == pytest.approx(len(layers) * 2 * int(LENGTH * (1 - press.compression_ratio)), abs=2)
+
+
+@pytest.mark.parametrize("structured", [True, False])
+def test_a_pair_in_every_head_is_a_part_of_the_budget(structured: bool) -> None:
+    press = kvpress.KVComposePress(structured, 0.95)
+    for layer in kvpress.kept_positions(prefill(tiny_model("llama"), press, tokens(2, 39))):
+        assert [[len(head) for head in row] for row in layer] == [[1, 1], [1, 1]]
 
 
 def test_heads_of_a_layer_are_equally_long_and_their_memory_is_free() -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Pipeline, TextStreamer
 from transformers.cache_utils import Cache
 
+from kvpress.core.checks import check_count
 from kvpress.core.press import BasePress
 from kvpress.core.spec import get_press
 from kvpress.hf.cache.files import load as load_cache
@@ -106,8 +107,16 @@ class KVPressTextGenerationPipeline(Pipeline):
         press = None if press is None else get_press(press)
         contexts, single = _contexts(context)
         all_questions, many = _questions(question, questions, len(contexts))
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be >= 1, got {max_new_tokens}")
+        check_count("max_new_tokens", max_new_tokens)
+        if max_context_length is not None:
+            check_count("max_context_length", max_context_length)
+        if not isinstance(answer_prefix, (str, type(None))):
+            raise TypeError(f"answer_prefix must be a text, got {answer_prefix!r:.60}")
+        if context is None and (system is not None or tools is not None):
+            raise ValueError(
+                "system and tools are a part of the context, which was read already: pass them with the context, not with "
+                "context=None"
+            )
         streamers = _streamers(generate.pop("streamer", None), len(contexts), max(map(len, all_questions)))
         if prefix_store is not None and cache is not None:
             raise ValueError("give either cache or prefix_store: contexts of a store begin with an empty cache")
@@ -252,6 +261,11 @@ class KVPressTextGenerationPipeline(Pipeline):
         )
         chat = render(add_generation_prompt=True)
         before, marker, after = chat.partition(mark)
+        if not marker and messages[-1]["role"] == "user":
+            raise ValueError(
+                "the chat template does not write the last message as it is, so that the place of a question is unknown: set "
+                "tokenizer.chat_template to one that does, or to None to pass plain texts"
+            )
         if not marker:  # no question: the second text begins the answer
             before = render(add_generation_prompt=False)
             after = chat.removeprefix(before)
@@ -303,8 +317,9 @@ class KVPressTextGenerationPipeline(Pipeline):
     @torch.no_grad()
     def _answer(self, ids: Tensor, mask: Tensor, cache: Cache, **generate: Any) -> Tensor:
         """Return answers `[b, new]` to questions `[b, m]`; `mask` marks the real tokens of cache and questions."""
-        output: Tensor = self.model.generate(ids, attention_mask=mask, **with_cache(cache), **greedy(generate))
-        return output[:, ids.shape[1] :]
+        output = self.model.generate(ids, attention_mask=mask, **with_cache(cache), **greedy(generate))
+        sequences: Tensor = getattr(output, "sequences", output)  # with `return_dict_in_generate`
+        return sequences[:, ids.shape[1] :]
 
     def generate_answer(self, question_ids: Tensor, cache: Cache, context_length: int, max_new_tokens: int) -> str:
         """Return the greedy answer to a question `[1, m]` about the one context that a cache holds, as in NVIDIA kvpress.
@@ -419,6 +434,8 @@ def _questions(question: str | None, questions: Any, contexts: int) -> tuple[lis
         raise TypeError(f"question is a text and questions a list of texts, got {question!r:.60} and {questions!r:.60}")
     if questions is None:
         return [[question or ""]] * contexts, False
+    if not isinstance(questions, Iterable):
+        raise TypeError(f"questions is a list of texts, or a list of them for each context, got {questions!r:.60}")
     texts = list(questions)
     if not texts or (contexts == 1 and texts == [[]]):
         raise ValueError("need at least one context and one question, got no question")
