@@ -23,6 +23,8 @@ from kvpress.observe.view import LOG_WEIGHT, View
 
 AHEAD = 32
 """Queries of a prompt are rotated to this many positions after the newest token, in turn."""
+FEWEST, ONE_IN = 128, 8
+"""Values are fitted to one in `ONE_IN` queries of a head, or to `FEWEST`; more brought outputs no closer (docs/frontier.md)."""
 REPEATED = 2048
 """Most tokens of a repeated prompt in one pass."""
 CodecAt = Callable[[int], Codec | None]
@@ -42,10 +44,11 @@ class Target:
     """Logits of learned sinks `[M]`; None without sinks."""
 
 
-def asked(view: View, observed: Wanted) -> Iterator[tuple[Tensor, Tensor | None]]:
+def asked(view: View, observed: Wanted, most: int | None = None) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Yield the sampled queries `[M, D]` of the GQA group of every stream of a view, and their sinks `[M]`.
 
-    Queries of a prompt are rotated to the positions that follow it.
+    Queries of a prompt are rotated to the positions that follow it. With `most`, no head has more queries; those that are left
+    are spread evenly, too.
     """
     call, observer = view.call, view.observer(observed)
     queries = view.query_heads(observer.queries)
@@ -59,7 +62,7 @@ def asked(view: View, observed: Wanted) -> Iterator[tuple[Tensor, Tensor | None]
     for index, row in enumerate(view.rows):
         real = observer.order[row].isfinite()
         for head in range(view.shape[1]):
-            sampled = grouped[index, head][:, real]
+            sampled = grouped[index, head][:, real][:, :most]  # in the order of their hashes
             logits = None if sinks is None else sinks[head].to(sampled.device).repeat_interleave(sampled.shape[1])
             yield sampled.flatten(0, 1), logits
 
@@ -69,7 +72,7 @@ def targets(view: View, observed: Wanted) -> list[Target]:
     weight = view.side.get(LOG_WEIGHT)
     keys, values = view.keys.flatten(0, 1), view.values.flatten(0, 1)
     outputs = []
-    for n, (queries, sinks) in enumerate(asked(view, observed)):
+    for n, (queries, sinks) in enumerate(asked(view, observed, max(FEWEST, view.seen // ONE_IN))):
         log_weight = None if weight is None else weight.flatten(0, 1)[n : n + 1]
         pairs = keys[n : n + 1].float(), values[n : n + 1].float()
         out, lse = attend(queries[None], *pairs, view.call.logits, log_weight=log_weight)

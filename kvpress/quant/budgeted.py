@@ -32,7 +32,7 @@ SMALLER = 10.0
 """Default compression factor, used if neither `smaller` nor `bytes` is set."""
 RECORDED = 4
 """Bytes of a number that an observer records with each pair."""
-CHUNK, QUERIES_READ = 256, 128
+CHUNK, QUERIES_READ = 256, 512
 """Tokens of a prompt that `FrontierPress` reads again in one pass, and queries of each query head that values are fitted to."""
 
 ENCODES = (
@@ -171,17 +171,17 @@ class FrontierPress(OfSize):
 
     `BudgetedPress` around `RefitPress` around `KVzipPress`: the model reads its prompt a second time, in chunks of 256 tokens;
     the pairs with the most attention from it stay, weighted by the output of the value, for which heads and layers compete;
-    their values and log-weights are solved for with 128 queries of each head from the second reading; and they are stored in 4
-    bits, keys rounded for the same queries, or in 8 bits where a cache is at most 6 times smaller. `smaller` is the factor from
-    the size of the dense cache to that of the compressed one, 10 by default. `bytes`, such as 512MiB, sets the size instead.
-    The prompt takes at least twice as long to read, and is uncompressed in memory until then. Where the model has no output
-    projections that can be read, the attention itself is the score.
+    their values and log-weights are solved for with 128 to 512 queries of each head from the second reading; and they are
+    stored in 4 bits, keys rounded for the same queries, or in 8 bits where a cache is at most 6 times smaller. `smaller` is the
+    factor from the size of the dense cache to that of the compressed one, 10 by default. `bytes`, such as 512MiB, sets the size
+    instead. The prompt takes at least twice as long to read, and is uncompressed in memory until then. Where the model has no
+    output projections that can be read, the attention itself is the score.
 
     `reads=chunk` makes the second reading cheaper: each chunk of 256 tokens attends only to itself, to its first reading and to
     the first 4 tokens of the prompt, so that its cost grows in proportion to the prompt. It loses a little more.
 
     `passes=1` does not read the prompt a second time: `CompactorPress` scores the pairs, layers share them by their errors as
-    in `BudgetedPress`, and values and log-weights are solved for with 128 queries of the prompt. It loses more.
+    in `BudgetedPress`, and values and log-weights are solved for with queries of the prompt. It loses more.
 
     With `chunk`, the prompt is compressed while it is read, and the peak is that of the compressed cache and of `chunk` tokens:
     each chunk is a turn of its own, whose pairs are read again, chosen and encoded before the next chunk is read. Later chunks

@@ -144,7 +144,7 @@ def test_generated_tokens_are_no_turns(spec: str) -> None:
 @pytest.mark.parametrize("chunk", [None, 64])
 def test_one_pass_is_a_fit_to_the_queries_of_the_prompt(chunk: int | None) -> None:
     model, ids = tiny_model("llama"), tokens(1, 360)
-    composed = "budgeted(refit(compactor):queries=prefill,ridge=1.0,tokens=128,weights=true):smaller=10"
+    composed = "budgeted(refit(compactor):queries=prefill,ridge=1.0,tokens=512,weights=true):smaller=10"
     cache = DynamicCache(config=model.config)
     with torch.no_grad(), kvpress.get_press(composed)(model):
         for part in (ids,) if chunk is None else (ids[:, :40], *ids[:, 40:].split(chunk, dim=1)):
