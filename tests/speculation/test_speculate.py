@@ -230,6 +230,33 @@ def test_a_partial_cache_verifies_like_its_press_and_the_full_cache_ends_exact()
         ({"verify": "quest"}, TypeError, "verify must be"),
         ({"inputs": {"input_ids": torch.ones(1, 4), "pixels": 1}}, ValueError, "got also pixels"),
         ({"inputs": "text"}, TypeError, "inputs must be token ids"),
+        ({"inputs": torch.rand(1, 4)}, TypeError, "input_ids must be integers, the ids of tokens, got torch.float32"),
+        (
+            {"press": "rocketkv:share=0.25", "draft": PARTIAL},
+            ValueError,
+            "the draft selects .* but RocketKVPress .* use a draft that evicts",
+        ),
+        (
+            {"press": f"offload({PARTIAL})", "draft": Draft(retrieve=CHUNKS)},
+            ValueError,
+            "the draft selects .* but OffloadPress .* use a draft that evicts",
+        ),
+        (
+            {"press": f"offload({PARTIAL})", "verify": PartialVerification(PARTIAL)},
+            ValueError,
+            "the partial verification selects .* leave out verify=",
+        ),
+        (
+            {"draft": Draft(PARTIAL, retrieve=CHUNKS)},
+            ValueError,
+            "QuestPress selects pairs too; leave press= of the draft",
+        ),
+        ({"draft": Draft(retrieve=RetrievedPassages(eta=1.0))}, ValueError, "eta=1.0 .* pass do_sample=True"),
+        (
+            {"draft": Draft(retrieve=RetrievedPassages(eta=1.0)), "do_sample": False},
+            ValueError,
+            "eta=1.0 .* pass do_sample=True",
+        ),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, (str, dict)) else None,
 )
@@ -270,8 +297,14 @@ def test_unsuitable_models_and_caches_are_refused() -> None:
         lambda: RetrievedChunks(chunk=0),
         lambda: RetrievedPassages(eta=-1.0),
         lambda: PartialVerification(refresh=0),
+        lambda: Draft.constant(window=0),
     ],
 )
 def test_settings_check_their_ranges(make: Any) -> None:
     with pytest.raises(ValueError, match="must be >="):
         make()
+
+
+def test_a_window_of_a_wrong_type_is_refused() -> None:
+    with pytest.raises(TypeError, match="window must be an integer >= 1, got 'wide' of type str"):
+        Draft.constant(window="wide")
