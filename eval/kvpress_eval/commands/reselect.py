@@ -59,18 +59,15 @@ def candidates(model: str, budget: float, skip_layers: int, heads: str) -> list[
         ConfigError: an argument is out of range, or the model has no such layer.
         DataError: the model's configuration cannot be read.
     """
-    from kvpress.core.model import GROWING
     from kvpress.core.spec import to_spec
-    from kvpress.hf.config import layer_types, load_config
+    from kvpress.hf.config import facts_of_config, load_config
     from kvpress.sparse import TidalDecodePress
 
     try:
-        kinds = layer_types(load_config(model).get_text_config(decoder=True))
+        facts = facts_of_config(load_config(model))
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read the configuration of {model!r}: {error}") from error
-    # A press counts attention layers: linear ones and others without keys have no number.
-    attending = [kind for kind in kinds if kind in GROWING or ("attention" in kind and kind != "linear_attention")]
-    growing = [layer for layer, kind in enumerate(attending) if kind in GROWING]
+    growing = [layer.index for layer in facts.growing]
     layers = [layer for layer in growing if layer >= skip_layers][1:]
     if len(layers) < 2:
         raise ConfigError(
