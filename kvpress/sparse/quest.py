@@ -18,7 +18,7 @@ from kvpress.cache.selection import Chosen
 from kvpress.core.checks import Count, Size, check_count
 from kvpress.core.registry import register
 from kvpress.core.selector import Budget, spans_of
-from kvpress.kernels import Ranges, page_rows
+from kvpress.kernels import Ranges, page_bounds, page_rows
 from kvpress.observe.call import LayerCall
 from kvpress.sparse.base import SelectorPress
 from kvpress.sparse.blocks import BlockSelector, merged_order, pairs_of
@@ -135,8 +135,14 @@ class QuestSelector(BlockSelector):
     def build(self, segments: Sequence[Segment], previous: PageIndex | None) -> PageIndex:
         return PageIndex.build(segments, self.unit, previous)
 
-    def best(self, call: LayerCall, queries: Tensor, index: PageIndex, pairs: Ranges) -> Chosen | None:
+    def worth(self, call: LayerCall, queries: Tensor, index: PageIndex) -> tuple[Tensor, Layout]:
         del call
+        pages = Ranges(*spans_of(index.layout, queries))
+        return page_bounds(queries, index.low, index.high, pages, capacity=index.layout.longest), index.layout
+
+    def best(self, call: LayerCall, queries: Tensor, index: PageIndex, pairs: Ranges) -> Chosen | None:
+        if self.splits_recent(index.pairs):
+            return super().best(call, queries, index, pairs)
         layouts = [index.layout]
         if self.budget.reads_all(layouts, self.unit):
             return None
