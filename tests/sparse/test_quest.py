@@ -112,3 +112,10 @@ def test_all_recent_pairs_are_read_where_the_last_block_is_not_full(press: Selec
         assert len({rank // 8 for rank in ranks}) <= max(4, 3 if length % 8 else 2)
         if length > 32:
             assert ranks == ranks_read([length], slice(i % 4, i % 4 + 1))[i // 4]
+
+
+def test_a_budget_below_a_page_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="budget must be >= 16, got 8: a page has page_size=16 pairs; raise budget, or lower"
+    ):
+        QuestPress(8)

@@ -213,7 +213,11 @@ def test_errors_name_bad_arguments() -> None:
         "reselect_layer must be >= 3, got 2": {"reselect_layer": 2},
         "correction must be >= 0": {"correction": -1},
         r"budget must be an integer number of pairs, or a fraction in \(0, 1\), got 1.5": {"budget": 1.5},
-        "budget must be >= 20, got 16": {"budget": 16, "n_sink": 4, "n_recent": 16},
+        "budget must be >= 20, got 16: n_sink=4 oldest and n_recent=16 newest pairs are a part of it": {
+            "budget": 16,
+            "n_sink": 4,
+            "n_recent": 16,
+        },
     }.items():
         with pytest.raises(ValueError, match=words):
             TidalDecodePress(**arguments)  # type: ignore[arg-type]
