@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from transformers import DynamicCache, StaticCache
 import kvpress
 from benchmarks import tiny
 from kvpress.speculation.forms import Draft, PartialVerification, RetrievedChunks, RetrievedPassages
+from kvpress.speculation.reader import TokenReader
 from tests.models import padded_batch, tiny_model
 
 NEW = 12
@@ -146,6 +150,40 @@ def test_an_interrupted_round_leaves_the_cache_of_accepted_tokens(stage: str, er
     with kvpress.reading(model):
         continued = model.generate(streamed[None], past_key_values=cache, max_new_tokens=NEW - 6, do_sample=False)
     assert torch.equal(continued, expected)
+
+
+@contextmanager
+def speculating_elsewhere(model: Any) -> Iterator[None]:
+    """Keep a block of `speculate` open in another thread."""
+    is_open, ended = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        reader = TokenReader(model, kvpress.get_press("snapkv:0.5"), None, torch.ones(1, 1))
+        with reader.opened():
+            is_open.set()
+            ended.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    try:
+        assert is_open.wait(60)
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("draft", ["streaming_llm:0.5", Draft(retrieve=CHUNKS), "bounded(keydiff:0.5)"])
+def test_threads_speculate_with_presses_of_their_own(draft: Any) -> None:
+    """The press of a call acts, also if the call began while another thread speculated with the same model."""
+    model, inputs = model_and_prompt()
+    expected = run(model, inputs, draft, press="kivi:bits=2,residual_length=8")
+    with speculating_elsewhere(model):
+        result = run(model, inputs, draft, press="kivi:bits=2,residual_length=8")
+    assert torch.equal(result.sequences, expected.sequences)
+    assert result.accepted == expected.accepted
+    assert kvpress.memory_report(result.cache).total_bytes == kvpress.memory_report(expected.cache).total_bytes
+    assert not torch.equal(expected.sequences, plain(model, inputs))
 
 
 def test_a_draft_that_only_selects_shares_the_pairs_of_the_target() -> None:
