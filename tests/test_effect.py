@@ -143,3 +143,23 @@ def test_a_calibration_gives_no_warning(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         calibrate(tiny_model("llama"), tokens(2, 40), METHODS["qfilter"](), tmp_path / "filters.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("quest:budget=16,skip_layers=3", "selects pairs in none of the 3 layers"),
+        ("snapkv:0.5 + loki:budget=16,skip_layers=9", "selects pairs in none of the 3 layers"),
+        ("twilight(quest:budget=16,skip_layers=3)", "selects pairs in none of the 3 layers"),
+        ("critiprefill:skip_layers=3", "reads a prompt by tiles in none of the 3 layers"),
+    ],
+)
+def test_a_press_that_skips_all_layers_warns_once(spec: str, words: str) -> None:
+    press, model = kvpress.get_press(spec), tiny_model("llama")
+    expected = f"{words} .* layer 2, and every layer reads everything; lower skip_layers"
+    with pytest.warns(RuntimeWarning, match=expected), press(model):
+        model(tokens(1, 8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with press(model), kvpress.get_press("quest:budget=16,skip_layers=2")(tiny_model("llama", "eager")):
+            model(tokens(1, 8))

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from kvpress.core.press import BasePress, ComposedPress, memory_of, parts_of
+from kvpress.core.recipe import Recipe
 from kvpress.core.registry import entries
 from kvpress.core.spec import to_spec
 
@@ -45,6 +46,22 @@ def warn_if_idle(press: BasePress) -> None:
         RuntimeWarning,
         stacklevel=2,
     )
+
+
+def warn_if_unread(press: BasePress, recipe: Recipe, layers: Sequence[int]) -> None:
+    """Warn, once per press, that its selector or pattern is in none of a model's `layers`: all of them are skipped."""
+    record = memory_of(press)
+    if record.warned or not layers:
+        return
+    for part, at in (("selects pairs", recipe.selector), ("reads a prompt by tiles", recipe.pattern)):
+        if at is not None and all(at(layer) is None for layer in layers):
+            record.warned = True
+            warnings.warn(
+                f"{_name(press)} {part} in none of the {len(layers)} layers of this model whose caches grow, the last of which "
+                f"is layer {layers[-1]}, and every layer reads everything; lower skip_layers",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 def compresses_prompts(press: BasePress) -> bool:

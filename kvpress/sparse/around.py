@@ -13,7 +13,7 @@ from kvpress.cache.store import KVStore
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import BasePress
 from kvpress.core.recipe import Recipe
-from kvpress.core.selector import Selector
+from kvpress.core.selector import Budget, Selector
 
 
 @dataclass
@@ -71,6 +71,8 @@ class SelectorAround(Selector):
 
     def __init__(self, inner: Selector, score_bytes: int) -> None:
         self.inner = inner
+        # Sinks and recent pairs of the inner selector are always read, also through several wrappers.
+        self.budget: Budget | None = getattr(inner, "budget", None)
         self.unit, self.score_bytes = inner.unit, inner.score_bytes + inner.unit * score_bytes
 
     @property

@@ -32,8 +32,13 @@ class SelectorPress(BasePress):
                 raise ValueError(
                     f"budget must be an integer number of pairs, or a fraction in (0, 1), got {self.budget}"
                 )
-        else:
-            check_count("budget", self.budget, least=max(1, self.n_sink + self.n_recent))
+            return
+        check_count("budget", self.budget)
+        if self.budget < self.n_sink + self.n_recent:
+            raise ValueError(
+                f"budget must be >= {self.n_sink + self.n_recent}, got {self.budget}: n_sink={self.n_sink} oldest and "
+                f"n_recent={self.n_recent} newest pairs are a part of it; raise budget, or lower one of them"
+            )
 
     @property
     def limits(self) -> Budget:

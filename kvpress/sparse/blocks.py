@@ -15,7 +15,7 @@ from kvpress.cache.segment import Segment
 from kvpress.cache.selection import Chosen, Selection
 from kvpress.cache.store import KVStore
 from kvpress.core.selector import Budget, Selector, spans_of, split_ranks
-from kvpress.kernels import Listed, Ranges, rows_of_blocks
+from kvpress.kernels import Listed, Ranges, rows_of_blocks, top_rows
 from kvpress.observe.call import LayerCall
 
 
@@ -54,12 +54,40 @@ class BlockSelector(Selector):
     def best(self, call: LayerCall, queries: Tensor, index: Any, pairs: Ranges) -> Chosen | None:
         """Return the pairs of the best blocks among `pairs`, the rows of each query stream; None if all are read."""
         scores, blocks = self.worth(call, queries, index)
-        best = self.budget.best([scores], [blocks], self.unit)
-        if best is None:
+        if self.budget.reads_all([blocks], self.unit):
             return None
-        chosen = Listed(best[0].rows, best[0].counts)
         block_ranges = Ranges(*spans_of(blocks, queries))
+        asked = self.budget.asked(block_ranges.lengths, [blocks], self.unit)
+        if self.splits_recent(index.pairs):
+            scores, asked = self._with_recent(scores, block_ranges.lengths, pairs.lengths, asked)
+        chosen = Listed(*top_rows(scores, block_ranges, **asked))
         return Chosen(*rows_of_blocks(chosen, block_ranges, pairs, self.unit, longest=index.pairs.longest))
+
+    def splits_recent(self, pairs: Layout) -> bool:
+        """Whether the newest blocks are too few for the recent pairs of a stream, because its last block is not full."""
+        last, count = self.budget.last, self.budget.forced(self.unit)[1]
+        return bool(last) and any(
+            max(0, length - last) // self.unit < -(-length // self.unit) - count for length in pairs.lengths
+        )
+
+    def _with_recent(
+        self, scores: Tensor, num_blocks: Tensor, num_pairs: Tensor, asked: dict[str, Any]
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Return scores and arguments of `top_rows` with which the block of the oldest recent pair is always read too.
+
+        Args:
+            scores: scores of blocks, `[q * N, most blocks]`.
+            num_blocks: blocks of each query stream, int64 `[q * N]`.
+            num_pairs: pairs of each query stream, int64 `[q * N]`.
+            asked: arguments of `top_rows`, which always reads the newest blocks.
+        """
+        number = torch.arange(scores.shape[1], device=scores.device)
+        begin, end = (num_pairs - self.budget.last).clamp_min(0) // self.unit, num_blocks - asked["last"]
+        is_recent = (number >= begin[:, None]) & (number < end[:, None])
+        least = asked["first"] + asked["last"] + 1
+        limits = num_blocks.new_full(num_blocks.shape, asked["k"]) if asked["limits"] is None else asked["limits"]
+        limits = torch.where(begin < end, limits.clamp_min(least), limits)
+        return scores.masked_fill(is_recent, torch.inf), {**asked, "k": max(asked["k"], least), "limits": limits}
 
     def prepare(self, store: KVStore) -> None:
         if store.segments:

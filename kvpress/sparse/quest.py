@@ -15,10 +15,10 @@ from kvpress.cache.files import keep_whole
 from kvpress.cache.layout import Layout
 from kvpress.cache.segment import Segment, read_keys
 from kvpress.cache.selection import Chosen
-from kvpress.core.checks import Count, Size, check_count
+from kvpress.core.checks import Count, Size
 from kvpress.core.registry import register
 from kvpress.core.selector import Budget, spans_of
-from kvpress.kernels import Ranges, page_rows
+from kvpress.kernels import Ranges, page_bounds, page_rows
 from kvpress.observe.call import LayerCall
 from kvpress.sparse.base import SelectorPress
 from kvpress.sparse.blocks import BlockSelector, merged_order, pairs_of
@@ -53,8 +53,11 @@ class QuestPress(SelectorPress):
 
     def validate(self) -> None:
         super().validate()
-        if isinstance(self.budget, int):
-            check_count("budget", self.budget, least=self.page_size)
+        if isinstance(self.budget, int) and self.budget < self.page_size:
+            raise ValueError(
+                f"budget must be >= {self.page_size}, got {self.budget}: a page has page_size={self.page_size} pairs; raise "
+                "budget, or lower page_size"
+            )
 
     def selector_at(self, layer: int) -> QuestSelector | None:
         return QuestSelector(self.limits, self.page_size) if layer >= self.skip_layers else None
@@ -135,8 +138,14 @@ class QuestSelector(BlockSelector):
     def build(self, segments: Sequence[Segment], previous: PageIndex | None) -> PageIndex:
         return PageIndex.build(segments, self.unit, previous)
 
-    def best(self, call: LayerCall, queries: Tensor, index: PageIndex, pairs: Ranges) -> Chosen | None:
+    def worth(self, call: LayerCall, queries: Tensor, index: PageIndex) -> tuple[Tensor, Layout]:
         del call
+        pages = Ranges(*spans_of(index.layout, queries))
+        return page_bounds(queries, index.low, index.high, pages, capacity=index.layout.longest), index.layout
+
+    def best(self, call: LayerCall, queries: Tensor, index: PageIndex, pairs: Ranges) -> Chosen | None:
+        if self.splits_recent(index.pairs):
+            return super().best(call, queries, index, pairs)
         layouts = [index.layout]
         if self.budget.reads_all(layouts, self.unit):
             return None

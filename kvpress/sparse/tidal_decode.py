@@ -80,6 +80,13 @@ class TidalDecodePress(SelectorPress):
                 f"correction={self.correction} reads tokens again, but {model.name} has layers whose caches cannot remove "
                 "tokens; use correction=0"
             )
+        if model is not None and self.reselect_layer is not None and model.growing:
+            last = model.growing[-1].index
+            if self.reselect_layer > last:
+                raise ValueError(
+                    f"reselect_layer must be at most {last}, the last layer of {model.name} whose cache grows, got "
+                    f"{self.reselect_layer}: no later layer would choose again; `kvpress reselect` finds the best layer"
+                )
         hooks = (PassHook(self._correct, ("decode",), reads=True, first=True),) if self.correction else ()
         return replace(super().recipe(model), hooks=hooks)
 

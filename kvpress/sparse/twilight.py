@@ -20,8 +20,6 @@ from kvpress.observe.call import LayerCall
 from kvpress.sparse.around import SelectorAround, SelectorWrapperPress
 from kvpress.sparse.labels import Labels
 
-COPY = "twilight"
-
 
 @register(
     "twilight",
@@ -68,6 +66,8 @@ class TwilightSelector(SelectorAround):
     def __init__(self, inner: Selector, share: float, bits: int) -> None:
         super().__init__(inner, 1024)
         self.share, self.bits = share, bits
+        # Copies of different widths are stored apart: a cache may have been read with another press before.
+        self.copy_name = f"twilight {bits}"
 
     def index_bytes(self, pairs: int, dim: int, dtype: torch.dtype) -> float:
         parameter = 4 if dtype == torch.float32 else 2
@@ -113,8 +113,7 @@ class TwilightSelector(SelectorAround):
 
     def _forced(self, segments: Sequence[Segment], chosen: Sequence[Chosen]) -> list[Tensor]:
         """Mark the chosen pairs that are always read, bool `[q * N, K]` of every segment."""
-        budget = getattr(self.inner, "budget", None)
-        first, last = (0, 0) if budget is None else (budget.first, budget.last)
+        first, last = (0, 0) if self.budget is None else (self.budget.first, self.budget.last)
         spans = [spans_of(segment.layout, pairs.rows) for segment, pairs in zip(segments, chosen, strict=True)]
         total = torch.stack([length for _, length in spans]).sum(dim=0)
         base, masks = torch.zeros_like(total), []
@@ -126,9 +125,9 @@ class TwilightSelector(SelectorAround):
 
     def _copy(self, segment: Segment) -> Labels:
         """Return the quantised copy of all keys of a segment."""
-        copy: Labels | None = segment.index.get(COPY)
+        copy: Labels | None = segment.index.get(self.copy_name)
         if copy is None:
-            copy = segment.index[COPY] = Labels.build(segment, lambda keys, _: keys, self.bits)
+            copy = segment.index[self.copy_name] = Labels.build(segment, lambda keys, _: keys, self.bits)
         return copy
 
 

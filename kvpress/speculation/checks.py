@@ -13,8 +13,8 @@ from kvpress.core.press import BasePress
 from kvpress.hf.models import attention_modules, cache_among, cached_layers, facts_of
 from kvpress.hf.session.checks import check_cache_kind, check_ids, check_mask, check_padding, setting
 from kvpress.speculation.eagle import EagleHead
-from kvpress.speculation.forms import RetrievedPassages
-from kvpress.speculation.prompt import reads_alike, selects_only
+from kvpress.speculation.forms import RetrievedChunks, RetrievedPassages
+from kvpress.speculation.prompt import reads_alike, selects_only, storing_presses
 
 ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 """Kinds of layers from whose caches tokens can be removed."""
@@ -45,7 +45,7 @@ def inputs_of(inputs: Any) -> dict[str, Tensor]:
     """Return the prompt as arguments of `generate`.
 
     Raises:
-        TypeError: inputs are not token ids.
+        TypeError: inputs are not token ids, or not integers.
         ValueError: ids or mask are out of range, or there are other inputs.
     """
     arguments = {"input_ids": inputs} if isinstance(inputs, Tensor) else inputs
@@ -61,6 +61,8 @@ def inputs_of(inputs: Any) -> dict[str, Tensor]:
     ids, mask = arguments["input_ids"], arguments.get("attention_mask")
     if not isinstance(ids, Tensor) or ids.dim() != 2:
         raise TypeError("input_ids must be a tensor [batch, tokens]: call the tokenizer with return_tensors='pt'")
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise TypeError(f"input_ids must be integers, the ids of tokens, got {ids.dtype}")
     check_ids(ids)
     if mask is not None:
         check_mask(mask)
@@ -92,6 +94,15 @@ def check_settings(arguments: Mapping[str, Any], settings: tuple[Any, ...]) -> N
     if setting("use_cache", dict(arguments), settings) is False:
         raise ValueError("speculation needs a cache; leave out use_cache=False")
     check_cache(cache_among(arguments.values()))
+
+
+def check_eta(retrieve: Any, arguments: Mapping[str, Any], settings: tuple[Any, ...]) -> None:
+    """Raise ValueError if `eta` cannot change the output, because tokens are not sampled."""
+    if isinstance(retrieve, RetrievedPassages) and retrieve.eta and not setting("do_sample", dict(arguments), settings):
+        raise ValueError(
+            f"eta={retrieve.eta} changes the probabilities of sampled tokens, and greedy decoding takes the likeliest token of "
+            "the target; pass do_sample=True, or leave eta out"
+        )
 
 
 def check_cache(cache: Any) -> None:
@@ -142,6 +153,25 @@ def _vocabulary(model: Any) -> dict[str, int] | None:
         return None if tokenizer is None else dict(tokenizer().get_vocab())
     except (OSError, ValueError):
         return None
+
+
+def check_selectors(press: BasePress, selecting: BasePress, role: str, advice: str) -> None:
+    """Raise ValueError if two presses would select: that of a `role`, and a press of the target that stores pairs as well."""
+    owners = [inner for inner in storing_presses(press) if inner.recipe().selector is not None]
+    if owners and not storing_presses(selecting) and selecting.recipe().selector is not None:
+        raise ValueError(
+            f"the {role} selects from the pairs of the target, but {type(owners[0]).__name__} of the target's press selects "
+            f"from the pairs that it stores, and only one press can; {advice}"
+        )
+
+
+def check_chunks(retrieve: Any, proposing: BasePress) -> None:
+    """Raise ValueError if a draft that reads retrieved chunks has a press that selects too."""
+    if isinstance(retrieve, RetrievedChunks) and proposing.recipe().selector is not None:
+        raise ValueError(
+            f"RetrievedChunks chooses the pairs that the draft reads, and {type(proposing).__name__} selects pairs too; leave "
+            "press= of the draft out, or give it a press that evicts or encodes"
+        )
 
 
 def check_draft(press: BasePress, proposing: BasePress, is_target: bool, retrieve: Any) -> None:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
+from kvpress.core.checks import Range
 from kvpress.kernels.formats.rotary import rotate_halves
 
 QUERIES = 512
@@ -29,6 +30,8 @@ NEEDED = frozenset({"fc.weight", NORM, *(f"{name}.weight" for name in (*PROJECTI
 OPTIONAL = frozenset({"embed_tokens.weight", "fc.bias", *(f"{name}.bias" for name in PROJECTIONS)})
 DERIVED = f"{LAYER}self_attn.rotary_emb.inv_freq"
 """Buffer in old files that is ignored; it follows from the configuration."""
+HEADS, POSITIVE = Range(1, whole=True), Range(0, above=True)
+"""Ranges of the numbers of heads, and of the other numbers in a configuration."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +62,11 @@ class EagleHead:
 
     def __post_init__(self) -> None:
         check_names(self.weights)
+        for name, weight in self.weights.items():
+            dims = 2 if name.endswith(".weight") and name != NORM else 1
+            if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.dim() != dims:
+                kind = f"{weight.dtype} {tuple(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
+                raise ValueError(f"{name} of an EAGLE head must be a floating-point tensor of {dims} dims, got {kind}")
         if self.heads < 1 or self.kv_heads < 1 or self.heads % self.kv_heads:
             raise ValueError(
                 f"heads must be a multiple of kv_heads, both at least 1, got {self.heads} and {self.kv_heads}"
@@ -88,7 +96,7 @@ class EagleHead:
         Raises:
             FileNotFoundError: a file is missing.
             NotImplementedError: the head has another structure.
-            ValueError: weights are missing, unknown, or do not have the shapes of the configuration.
+            ValueError: a file is damaged, or weights are missing, unknown, or do not have the shapes of the configuration.
         """
         folder = Path(path)
         settings = folder / "config.json"
@@ -97,8 +105,10 @@ class EagleHead:
             raise FileNotFoundError(
                 f"{folder} must be a folder with config.json and {' or '.join(WEIGHT_FILES)}: download the head first"
             )
-        config = json.loads(settings.read_text(encoding="utf-8"))
+        config = _read_settings(settings)
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        if not isinstance(rope, dict):
+            raise ValueError(f"{settings}: rope_parameters must be a JSON object, got {rope!r}")
         scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
         if scaled or config.get("hidden_act", "silu") != "silu" or config.get("num_hidden_layers", 1) != 1:
             raise NotImplementedError(
@@ -106,15 +116,19 @@ class EagleHead:
                 f"num_hidden_layers={config.get('num_hidden_layers', 1)}, hidden_act={config.get('hidden_act', 'silu')!r}, "
                 f"rope_scaling={rope or None}"
             )
-        weights = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
-        heads = config["num_attention_heads"]
-        return cls(
-            {name: weight for name, weight in weights.items() if name != DERIVED},
-            heads,
-            config.get("num_key_value_heads") or heads,
-            config.get("rms_norm_eps", 1e-6),
-            rope.get("rope_theta", config.get("rope_theta", 10000.0)),
-        )
+        heads = config.get("num_attention_heads")
+        numbers = {
+            "num_attention_heads": heads,
+            "num_key_value_heads": config.get("num_key_value_heads") or heads,
+            "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
+            "rope_theta": rope.get("rope_theta", config.get("rope_theta", 10000.0)),
+        }
+        for name, number in numbers.items():
+            try:
+                (HEADS if "heads" in name else POSITIVE).check(name, number)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{settings}: {error}") from error
+        return cls(_read_weights(file), *numbers.values())
 
     @property
     def width(self) -> int:
@@ -194,6 +208,32 @@ class Pairs:
             stored[:, :, self.length : end] = new
         self.length = end
         return self.memory[0][:, :, :end], self.memory[1][:, :, :end]
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    """Return the configuration in a file; ValueError if it is damaged."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}; download the head again") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(config).__name__}; download the head again")
+    return config
+
+
+def _read_weights(path: Path) -> dict[str, Tensor]:
+    """Return the weights in a file, without derived ones; ValueError if it is damaged."""
+    try:
+        weights = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # the types depend on versions, and torch's text advises to execute the file
+        raise ValueError(
+            f"{path} is damaged, or no file of weights ({type(error).__name__}); download the head again"
+        ) from error
+    if not isinstance(weights, Mapping):
+        raise ValueError(f"{path} must hold weights by name, got {type(weights).__name__}")
+    return {name: weight for name, weight in weights.items() if name != DERIVED}
 
 
 def check_names(weights: Mapping[str, Any]) -> None:

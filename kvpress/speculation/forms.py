@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from kvpress.core.checks import Count, NotNegative, Positive, Share, Size, check_fields
+from kvpress.core.checks import Count, NotNegative, Positive, Share, Size, check_count, check_fields
 from kvpress.core.press import BasePress
 from kvpress.speculation.eagle import EagleHead
 
@@ -43,7 +43,9 @@ class RetrievedPassages:
     chunk, n / chunk))) passages are read, in their order, as one short text.
 
     With `eta` > 0 the target's distribution p is pulled towards the draft's q: tokens are distributed as
-    softmax(log p - eta * (p - q)) over the tokens with q >= `alpha` * max q, and log p over all others.
+    softmax(log p - eta * (p - q)) over the tokens with q >= `alpha` * max q, and log p over all others. This needs sampling,
+    because greedy decoding has no probabilities to change. Where all proposed tokens were accepted, the token after them has
+    the distribution p, because the draft has none there; so has the first token of the answer.
 
     After Chen et al., RAPID, 2025, arXiv:2502.20330.
     Differs from the paper: ids are compared, not embeddings; a rejected token is replaced by a draw that keeps exactly the
@@ -61,7 +63,7 @@ class RetrievedPassages:
     first: Size = 4
     """Tokens at the start of the prompt, which are always read."""
     eta: NotNegative = 0.0
-    """Strength with which the target is pulled towards the draft; 0 is lossless."""
+    """Strength with which the target is pulled towards the draft, with `do_sample=True`; 0 is lossless."""
     alpha: Share = 0.1
     """Smallest probability of a token under the draft, relative to the largest, at which `eta` applies."""
 
@@ -112,6 +114,7 @@ class Draft:
         After Yang et al., LongSpec, 2025, arXiv:2502.17421.
         Differs from the paper: no trained layer reads the target's cache; the draft is any model, with a separate cache.
         """
+        check_count("window", window)
         every = max(1, window // 4)
         return cls(f"conversation(streaming_llm):budget={window},interval={every}", model, tokens)
 

@@ -20,10 +20,13 @@ from kvpress.hf.models import cache_among, new_cache
 from kvpress.speculation.accept import accept, draw, pulled
 from kvpress.speculation.checks import (
     check_cache,
+    check_chunks,
     check_draft,
+    check_eta,
     check_head,
     check_models,
     check_partial,
+    check_selectors,
     check_settings,
     inputs_of,
 )
@@ -121,7 +124,9 @@ def speculate(
     """
     loop = Loop(model, press, as_draft(draft), verify, kwargs.get("streamer"))
     prompt = {name: tensor.to(model.device) for name, tensor in inputs_of(inputs).items()}
-    check_settings(kwargs, (kwargs.get("generation_config"), model.generation_config))
+    settings = (kwargs.get("generation_config"), model.generation_config)
+    check_settings(kwargs, settings)
+    check_eta(loop.retrieve, kwargs, settings)
     result: Speculation = model.generate(**prompt, custom_generate=loop.generate, **kwargs)
     return result
 
@@ -147,11 +152,17 @@ class Loop:
             raise TypeError(f"verify must be kvpress.PartialVerification(...), got {type(verify).__name__}")
         self.draft_is_target = draft.model is None or draft.model is model
         self.press, self.proposing = get_press(press), get_press(draft.press)
+        check_chunks(self.retrieve, self.proposing)
         if isinstance(self.retrieve, RetrievedChunks):
             self.proposing = self.proposing + RetrievedChunkPress(self.retrieve.chunk)
         if self.draft_is_target and not isinstance(self.retrieve, RetrievedPassages):
+            advice = "use a draft that evicts or encodes, such as 'streaming_llm:0.9', or another model"
+            check_selectors(self.press, self.proposing, "draft", advice)
             self.proposing = drafted(self.press, self.proposing)
-        self.verifying = None if verify is None else drafted(self.press, get_press(verify.press))
+        self.verifying = None if verify is None else get_press(verify.press)
+        if self.verifying is not None:
+            check_selectors(self.press, self.verifying, "partial verification", "leave out verify=")
+            self.verifying = drafted(self.press, self.verifying)
         check_models(model, draft.model)
         if draft.head is None:
             check_draft(self.press, self.proposing, self.draft_is_target, self.retrieve)

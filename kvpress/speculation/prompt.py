@@ -64,12 +64,18 @@ def move_layers(source: Any, cache: Any) -> None:
 
 def drafted(base: BasePress, press: BasePress) -> BasePress:
     """Return the draft's press; if it does not change the stored pairs, they are stored as the target's press does."""
-    return press if _storing(press) else ComposedPress([*_storing(base), press]) if _storing(base) else press
+    return (
+        press
+        if storing_presses(press)
+        else ComposedPress([*storing_presses(base), press])
+        if storing_presses(base)
+        else press
+    )
 
 
 def selects_only(press: BasePress, base: BasePress) -> bool:
     """Return whether two presses store the same pairs, so that they differ at most in selectors."""
-    return same(_storing(press), _storing(base))
+    return same(storing_presses(press), storing_presses(base))
 
 
 def reads_alike(press: BasePress, base: BasePress) -> bool:
@@ -82,7 +88,7 @@ def _presses(press: BasePress) -> list[BasePress]:
     return press.presses if isinstance(press, ComposedPress) else [press]
 
 
-def _storing(press: BasePress) -> list[BasePress]:
+def storing_presses(press: BasePress) -> list[BasePress]:
     """Return the presses of a composition that change which pairs are stored, or how."""
     return [inner for inner in _presses(press) if not _is_selector(inner.recipe())]
 

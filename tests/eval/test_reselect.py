@@ -11,7 +11,10 @@ from kvpress_eval.commands.reselect import best, candidates
 from kvpress_eval.common.errors import ConfigError, DataError
 from transformers import Gemma3TextConfig
 
+from kvpress.hf.models import facts_of
+from kvpress.testing.models import random_model
 from tests.eval import commands
+from tests.models import FAMILIES
 
 
 def invoke(*arguments: str) -> tuple[int, str]:
@@ -35,6 +38,16 @@ def test_layers_without_a_growing_cache_are_left_out(tmp_path: Path) -> None:
     Gemma3TextConfig(num_hidden_layers=8, layer_types=kinds).save_pretrained(tmp_path)
     specs = candidates(str(tmp_path), 0.25, 2, "max")
     assert specs == [f"tidal_decode:budget=0.25,reselect_layer={layer},heads=max" for layer in (5, 7)]
+
+
+def test_layers_are_numbered_as_the_press_numbers_them(tmp_path: Path) -> None:
+    """Linear layers have no number: three attention layers among five are 0 to 2."""
+    kinds = ["linear_attention", "full_attention", "full_attention", "linear_attention", "full_attention"]
+    model = random_model("qwen3_next", **{**FAMILIES["qwen3_next"], "num_hidden_layers": 5, "layer_types": kinds})
+    model.config.save_pretrained(tmp_path)
+    specs = candidates(str(tmp_path), 0.25, 0, "mean")
+    assert specs == [f"tidal_decode:budget=0.25,skip_layers=0,reselect_layer={layer}" for layer in (1, 2)]
+    assert [layer.index for layer in facts_of(model).growing] == [0, 1, 2]
 
 
 def test_the_smallest_divergence_is_best() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +15,8 @@ from kvpress.cache.attention import Logits, attend, merge
 from kvpress.cache.layout import Layout
 from kvpress.cache.segment import DenseSegment
 from kvpress.kernels import Ranges, page_bounds
+from kvpress.sparse.base import SelectorPress
+from kvpress.sparse.infllm_v2 import InfLLMv2Press
 from kvpress.sparse.quest import PageIndex, QuestPress
 from tests.sparse.selecting import partials_of
 
@@ -63,3 +66,56 @@ def test_the_best_pages_are_read() -> None:
         expected = attend(queries[n : n + 1], sealed.keys[None, rows], sealed.values[None, rows], call.logits)
         torch.testing.assert_close(out[n], expected[0][0])
         torch.testing.assert_close(lse[n], expected[1][0])
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["one segment", "two segments"])
+@pytest.mark.parametrize(
+    "press",
+    [
+        QuestPress(32, page_size=8, skip_layers=0, n_recent=8),
+        QuestPress(16, page_size=8, skip_layers=0, n_sink=8, n_recent=8),
+        InfLLMv2Press(32, block_size=8, kernel_size=4, stride=2, n_sink=8, n_recent=8),
+    ],
+)
+def test_all_recent_pairs_are_read_where_the_last_block_is_not_full(press: SelectorPress, split: bool) -> None:
+    """A stream reads what it reads alone, `n_recent` newest pairs among it, and no more blocks than its budget has."""
+    selector = press.selector_at(0)
+    assert selector is not None
+
+    def ranks_read(lengths: list[int], streams: slice) -> list[list[int]]:
+        keys = [torch.randn(length, 16, generator=torch.Generator().manual_seed(length)) for length in lengths]
+        parts = [(0, 13), (13, 1000)] if split else [(0, 1000)]
+        segments = []
+        for begin, end in parts:
+            part = torch.cat([rows[begin:end] for rows in keys])
+            layout = Layout(len(rows[begin:end]) for rows in keys)
+            segments.append(DenseSegment(part, part, layout, first=[min(begin, len(rows)) for rows in keys]))
+        queries = torch.randn(2, 4, 2, 16, generator=torch.Generator().manual_seed(0))[:, streams].flatten(0, 1)
+        call: Any = SimpleNamespace(store=SimpleNamespace(segments=segments, index={}), logits=Logits(1.0))
+        selection = selector.choose(call, queries)
+        assert selection is not None
+        read = []
+        for i in range(len(queries)):
+            n, base, ranks = i % len(lengths), 0, []
+            for part, pairs in zip(segments, selection[0], strict=True):
+                ranks += (pairs.rows[i, : pairs.counts[i]].long() - part.layout.offsets[n] + base).tolist()
+                base += part.layout.lengths[n]
+            read.append(ranks)
+        return read
+
+    lengths = [65, 64, 70, 5]
+    together = ranks_read(lengths, slice(None))
+    for i, ranks in enumerate(together):
+        length = lengths[i % 4]
+        assert set(range(max(0, length - 8), length)) <= set(ranks)
+        assert set(range(min(length, press.n_sink))) <= set(ranks)
+        assert len({rank // 8 for rank in ranks}) <= max(4, 3 if length % 8 else 2)
+        if length > 32:
+            assert ranks == ranks_read([length], slice(i % 4, i % 4 + 1))[i // 4]
+
+
+def test_a_budget_below_a_page_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="budget must be >= 16, got 8: a page has page_size=16 pairs; raise budget, or lower"
+    ):
+        QuestPress(8)

@@ -17,7 +17,7 @@ from kvpress.cache.attention import Partial
 from kvpress.core.selector import Selector
 from kvpress.observe.call import LayerCall
 from kvpress.sparse.tidal_decode import TidalDecodePress
-from tests.models import COMMON, grow, padded_batch, position_ids, tiny_model, tokens
+from tests.models import COMMON, full_layers, grow, padded_batch, position_ids, tiny_model, tokens
 from tests.sparse.selecting import build, prefilled, step
 
 
@@ -213,10 +213,28 @@ def test_errors_name_bad_arguments() -> None:
         "reselect_layer must be >= 3, got 2": {"reselect_layer": 2},
         "correction must be >= 0": {"correction": -1},
         r"budget must be an integer number of pairs, or a fraction in \(0, 1\), got 1.5": {"budget": 1.5},
-        "budget must be >= 20, got 16": {"budget": 16, "n_sink": 4, "n_recent": 16},
+        "budget must be >= 20, got 16: n_sink=4 oldest and n_recent=16 newest pairs are a part of it": {
+            "budget": 16,
+            "n_sink": 4,
+            "n_recent": 16,
+        },
     }.items():
         with pytest.raises(ValueError, match=words):
             TidalDecodePress(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("family", "last"), [("llama", 2), ("gemma3_text", 2)])
+def test_a_layer_that_the_model_lacks_is_refused(family: str, last: int) -> None:
+    """The layer that chooses again must exist; a sliding layer is replaced by the next one whose cache grows."""
+    model = tiny_model(family)
+    assert full_layers(model)[-1] == last
+    with TidalDecodePress(16, skip_layers=0, reselect_layer=last)(model):
+        pass
+    with (
+        pytest.raises(ValueError, match=f"reselect_layer must be at most {last}, .* got {last + 1}"),
+        TidalDecodePress(16, skip_layers=0, reselect_layer=last + 1)(model),
+    ):
+        pass
 
 
 def test_generate_works_with_padding_and_beams() -> None:

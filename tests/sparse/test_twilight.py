@@ -14,7 +14,7 @@ from kvpress.cache import attention
 from kvpress.hf.models import facts_of
 from kvpress.kernels import quantise
 from kvpress.sparse.twilight import top_share
-from tests.models import tiny_model, tokens
+from tests.models import grow, tiny_model, tokens
 from tests.sparse.selecting import STORAGE, build, prefilled, step
 from tests.sparse.test_selectors import Record
 
@@ -113,6 +113,29 @@ def test_a_selector_that_reads_everything_is_pruned_too(monkeypatch: pytest.Monk
     assert record.read
     for call, n, columns in record.read:
         assert 0 < len(columns) < sum(segment.layout.lengths[n] for segment in call.store.segments)
+
+
+def test_a_later_press_reads_a_copy_of_its_own_width() -> None:
+    """A cache that was read with labels of 2 bits is pruned by 8 bits as if it had none."""
+    two, eight = (build(f"twilight({INNER['quest']}):p=0.5,bits={bits}", 64) for bits in (2, 8))
+    model, cache, mask = prefilled(two, padded=True)
+    step(model, cache, mask, two)
+    fresh = copy.deepcopy(cache)
+    for segment in (segment for layer in fresh.layers for segment in layer.store.segments):
+        segment.index = {}
+    grown = grow(mask, 1)
+    torch.testing.assert_close(step(model, cache, grown, eight), step(model, fresh, grown, eight), atol=1e-5, rtol=1e-5)
+
+
+def test_sinks_and_recent_pairs_are_read_through_two_wrappers(monkeypatch: pytest.MonkeyPatch) -> None:
+    press = build(f"twilight(twilight({INNER['forced']}):p=0.5):p=0.1", 64)
+    state = prefilled(press, padded=True)
+    record = Record(monkeypatch)
+    step(*state, press)
+    assert record.read
+    for call, n, columns in record.read:
+        stored = torch.cat([segment.slots()[segment.layout.rows(n)] for segment in call.store.segments]).tolist()
+        assert {*stored[:3], *stored[-5:]} <= set(columns.tolist())
 
 
 def test_presses_that_cannot_be_pruned_are_refused() -> None:

@@ -228,6 +228,45 @@ def test_unsupported_heads_and_files_are_refused(tmp_path: Path) -> None:
         EagleHead(weights, 4, 3)
 
 
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "must hold a JSON object, got list"),
+        ("{}", "num_attention_heads must be an integer >= 1, got None"),
+        ('{"num_attention_heads": 0}', "num_attention_heads must be >= 1, got 0"),
+        ('{"num_attention_heads": 4, "rope_theta": "x"}', "rope_theta must be a number > 0, got 'x'"),
+        ('{"num_attention_heads": 4, "rms_norm_eps": -1}', "rms_norm_eps must be > 0, got -1"),
+        ('{"num_attention_heads": 4, "rope_scaling": [1]}', "rope_parameters must be a JSON object"),
+    ],
+)
+def test_a_damaged_configuration_is_refused(config: str, words: str, tmp_path: Path) -> None:
+    written(tmp_path, weights_for(64))
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ValueError, match=rf"config\.json.* {words}"):
+        EagleHead.load(tmp_path)
+
+
+def test_damaged_weights_are_refused(tmp_path: Path) -> None:
+    weights = weights_for(64)
+    written(tmp_path, weights)
+    (tmp_path / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged, or no file of weights .* download"):
+        EagleHead.load(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "pytorch_model.bin").write_bytes(b"damaged")
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin is damaged, or no file of weights .* download"):
+        EagleHead.load(tmp_path)
+    torch.save([1], tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="must hold weights by name, got list"):
+        EagleHead.load(tmp_path)
+    for wrong in (3, torch.ones(()), torch.ones(64, 128, dtype=torch.int64)):
+        with pytest.raises(
+            ValueError, match=r"fc\.weight of an EAGLE head must be a floating-point tensor of 2 dims, got"
+        ):
+            EagleHead({**weights, "fc.weight": wrong}, 4, 2)  # type: ignore[dict-item]
+
+
 def test_unsuitable_heads_are_refused_before_any_work() -> None:
     model, inputs = model_and_prompt()
     with pytest.raises(ValueError, match="32 channels"):

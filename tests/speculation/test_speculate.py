@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from transformers import DynamicCache, StaticCache
 import kvpress
 from benchmarks import tiny
 from kvpress.speculation.forms import Draft, PartialVerification, RetrievedChunks, RetrievedPassages
+from kvpress.speculation.reader import TokenReader
 from tests.models import padded_batch, tiny_model
 
 NEW = 12
@@ -148,6 +152,40 @@ def test_an_interrupted_round_leaves_the_cache_of_accepted_tokens(stage: str, er
     assert torch.equal(continued, expected)
 
 
+@contextmanager
+def speculating_elsewhere(model: Any) -> Iterator[None]:
+    """Keep a block of `speculate` open in another thread."""
+    is_open, ended = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        reader = TokenReader(model, kvpress.get_press("snapkv:0.5"), None, torch.ones(1, 1))
+        with reader.opened():
+            is_open.set()
+            ended.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    try:
+        assert is_open.wait(60)
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("draft", ["streaming_llm:0.5", Draft(retrieve=CHUNKS), "bounded(keydiff:0.5)"])
+def test_threads_speculate_with_presses_of_their_own(draft: Any) -> None:
+    """The press of a call acts, also if the call began while another thread speculated with the same model."""
+    model, inputs = model_and_prompt()
+    expected = run(model, inputs, draft, press="kivi:bits=2,residual_length=8")
+    with speculating_elsewhere(model):
+        result = run(model, inputs, draft, press="kivi:bits=2,residual_length=8")
+    assert torch.equal(result.sequences, expected.sequences)
+    assert result.accepted == expected.accepted
+    assert kvpress.memory_report(result.cache).total_bytes == kvpress.memory_report(expected.cache).total_bytes
+    assert not torch.equal(expected.sequences, plain(model, inputs))
+
+
 def test_a_draft_that_only_selects_shares_the_pairs_of_the_target() -> None:
     model, inputs = model_and_prompt(lengths=(400,))
     for draft in (PARTIAL, Draft(retrieve=CHUNKS)):
@@ -230,6 +268,33 @@ def test_a_partial_cache_verifies_like_its_press_and_the_full_cache_ends_exact()
         ({"verify": "quest"}, TypeError, "verify must be"),
         ({"inputs": {"input_ids": torch.ones(1, 4), "pixels": 1}}, ValueError, "got also pixels"),
         ({"inputs": "text"}, TypeError, "inputs must be token ids"),
+        ({"inputs": torch.rand(1, 4)}, TypeError, "input_ids must be integers, the ids of tokens, got torch.float32"),
+        (
+            {"press": "rocketkv:share=0.25", "draft": PARTIAL},
+            ValueError,
+            "the draft selects .* but RocketKVPress .* use a draft that evicts",
+        ),
+        (
+            {"press": f"offload({PARTIAL})", "draft": Draft(retrieve=CHUNKS)},
+            ValueError,
+            "the draft selects .* but OffloadPress .* use a draft that evicts",
+        ),
+        (
+            {"press": f"offload({PARTIAL})", "verify": PartialVerification(PARTIAL)},
+            ValueError,
+            "the partial verification selects .* leave out verify=",
+        ),
+        (
+            {"draft": Draft(PARTIAL, retrieve=CHUNKS)},
+            ValueError,
+            "QuestPress selects pairs too; leave press= of the draft",
+        ),
+        ({"draft": Draft(retrieve=RetrievedPassages(eta=1.0))}, ValueError, "eta=1.0 .* pass do_sample=True"),
+        (
+            {"draft": Draft(retrieve=RetrievedPassages(eta=1.0)), "do_sample": False},
+            ValueError,
+            "eta=1.0 .* pass do_sample=True",
+        ),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, (str, dict)) else None,
 )
@@ -270,8 +335,14 @@ def test_unsuitable_models_and_caches_are_refused() -> None:
         lambda: RetrievedChunks(chunk=0),
         lambda: RetrievedPassages(eta=-1.0),
         lambda: PartialVerification(refresh=0),
+        lambda: Draft.constant(window=0),
     ],
 )
 def test_settings_check_their_ranges(make: Any) -> None:
     with pytest.raises(ValueError, match="must be >="):
         make()
+
+
+def test_a_window_of_a_wrong_type_is_refused() -> None:
+    with pytest.raises(TypeError, match="window must be an integer >= 1, got 'wide' of type str"):
+        Draft.constant(window="wide")

@@ -60,14 +60,14 @@ def candidates(model: str, budget: float, skip_layers: int, heads: str) -> list[
         DataError: the model's configuration cannot be read.
     """
     from kvpress.core.spec import to_spec
-    from kvpress.hf.config import layer_types, load_config
+    from kvpress.hf.config import facts_of_config, load_config
     from kvpress.sparse import TidalDecodePress
 
     try:
-        kinds = layer_types(load_config(model).get_text_config(decoder=True))
+        facts = facts_of_config(load_config(model))
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read the configuration of {model!r}: {error}") from error
-    growing = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
+    growing = [layer.index for layer in facts.growing]
     layers = [layer for layer in growing if layer >= skip_layers][1:]
     if len(layers) < 2:
         raise ConfigError(

@@ -268,8 +268,18 @@ class Installation:
             self._restore()
 
     def _request(self) -> Request | None:
-        """Return the call of `generate` on this model that runs in this thread, if any."""
-        return here.request if here.request is not None and here.request.model is self.model else None
+        """Return the call of `generate` on this model that runs in this thread, if any.
+
+        A call without a press, which other threads' blocks let through, does not serve a block that was entered since: a
+        decoding loop such as `speculate` opens blocks inside `generate`.
+        """
+        request = here.request
+        if request is None or request.model is not self.model:
+            return None
+        if request.session is not None:
+            return request
+        with _changes:
+            return None if any(session.block.is_ours for session in self.sessions) else request
 
     def _generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         session, owns_cache = self._begin()

@@ -19,7 +19,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from kvpress.cache.attention import group_queries
 from kvpress.cache.store import KVStore
 from kvpress.core.checks import check_finite
-from kvpress.core.effect import warn_if_idle
+from kvpress.core.effect import warn_if_idle, warn_if_unread
 from kvpress.core.executor import Executor
 from kvpress.core.model import LayerFacts
 from kvpress.core.press import BasePress, parts_of, remember
@@ -129,6 +129,7 @@ class Session(BaseSession):
         self.prepare()
         if self.evict:
             warn_if_idle(self.press)
+            warn_if_unread(self.press, self.recipe, self.growing)
         self._installation = install(self)
 
     def prepare(self) -> None:
