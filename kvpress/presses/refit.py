@@ -64,7 +64,7 @@ class RefitPress(WrapperPress):
 
     `queries` selects the q_i: those of the prompt (`prefill`), rotated to the next 32 positions, or those of a second
     reading of the prompt behind the first (`repeat`). `tokens` is the maximum number of queries per query head, spread evenly
-    over the prompt: one in 8 of them, or 128 where that is more. `ridge` is at least 1: a smaller one overfits the values to the
+    over the prompt: one in 8 of them, or 128 where that is more. `ridge` is at least 1: a smaller one overfits values to the
     sampled queries, and later questions get wrong answers. `weights` first solves for logit weights in the same way, stored in
     16 bits per pair and changed by at most 3, so that the kept pairs get the attention mass of all pairs.
 

@@ -10,6 +10,7 @@ import torch
 
 import kvpress
 from kvpress.cache import attention
+from kvpress.core import refit
 from tests.caches import generate
 from tests.models import full_layers, padded_batch, tiny_model, tokens
 from tests.presses.refitting import heads, read, ridged, stored
@@ -73,6 +74,19 @@ def test_queries_of_a_second_reading() -> None:
         head.queries = queries[2 * n : 2 * n + 2].flatten(0, 1)
         expected = head.refitted(keys, head.values[slots], 1.0)
         assert torch.allclose(values.double(), expected, atol=2e-4 * float(head.values.abs().max()))
+
+
+@pytest.mark.parametrize("queries", ["prefill", "repeat"])
+def test_of_a_short_prompt_one_query_in_eight_is_used(queries: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = tiny_model("llama"), tokens(1, 80)
+
+    def values(count: int) -> torch.Tensor:
+        return stored(read(model, f"refit(knorm:0.5):queries={queries},tokens={count}", ids), 2)[0][2]
+
+    assert not torch.equal(values(64), values(10))
+    monkeypatch.setattr(refit, "FEWEST", 4)
+    assert torch.equal(values(64), values(10))
+    assert not torch.equal(values(64), values(9))
 
 
 @pytest.mark.parametrize("queries", ["prefill", "repeat"])
