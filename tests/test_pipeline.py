@@ -90,10 +90,13 @@ def test_a_cache_of_contexts_of_different_lengths_takes_no_further_ones(spec: st
     assert cache.get_seq_length() == seen
 
 
-def test_long_contexts_lose_their_end() -> None:
+def test_long_contexts_lose_their_end_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     cache = DynamicCache(config=pipe().model.config)
+    pipe()(CONTEXTS[0], max_context_length=1000, max_new_tokens=1)
+    assert not caplog.messages
     pipe()(CONTEXTS[0], max_context_length=9, cache=cache, max_new_tokens=1)
     assert cache.get_seq_length() == 9
+    assert "is cut to its first 9 (max_context_length)" in caplog.text
 
 
 def test_generation_arguments_reach_generate() -> None:

@@ -87,7 +87,7 @@ class KVPressTextGenerationPipeline(Pipeline):
             answer_prefix: text that every answer begins with; not returned.
             press: a press or its spec, such as "snapkv:0.5".
             max_new_tokens: tokens of an answer at most.
-            max_context_length: tokens of a context at most; the rest of it is cut off.
+            max_context_length: tokens of a context at most; the rest of it is cut off, with a warning in the log.
             enable_thinking: argument of the chat template.
             cache: cache that the compressed context is stored in; pass it again with a further context or None. Or the path
                 of a file from `kvpress.save`. With one question and a press that gives generated tokens a budget, such as
@@ -180,7 +180,7 @@ class KVPressTextGenerationPipeline(Pipeline):
             self._frame(context, any(context_questions), enable_thinking, **template)
             for context, context_questions in zip(contexts, questions, strict=True)
         ]
-        rows = [self._encode(before)[:max_context_length] for before, _ in framed]
+        rows = [self._cut(self._encode(before), max_context_length) for before, _ in framed]
         ids, mask = self._padded(rows)
         rounds = []
         for index in range(max(map(len, questions))):
@@ -209,6 +209,13 @@ class KVPressTextGenerationPipeline(Pipeline):
         )
         parts = f"{seen} in the cache, {context_tokens} of the context, {question_tokens} of the question"
         check_positions(config, seen + context_tokens + question_tokens, f"{fix} ({parts})", recipe=recipe)
+
+    @staticmethod
+    def _cut(ids: list[int], most: int | None) -> list[int]:
+        """Cut the ids of a context to at most `most`, with a warning in the log."""
+        if most is not None and len(ids) > most:
+            logger.warning("A context of %d tokens is cut to its first %d (max_context_length)", len(ids), most)
+        return ids[:most]
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
