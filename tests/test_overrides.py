@@ -467,3 +467,32 @@ def test_scorers_of_hidden_states_get_those_of_the_pairs(wrapper: Any, padded: b
             for head, at in enumerate(rows[0]):
                 best = worth[head].view(4, 6).topk(3).indices + torch.arange(0, 24, 6)[:, None]
                 assert at == best.flatten().sort().values.tolist()
+
+
+class Means(BasePress):
+    """Replaces every two neighbours by their means, which belong to no token."""
+
+    def compress(
+        self, module: Any, hidden_states: Any, keys: Tensor, values: Tensor, attentions: Any, kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        return keys.unflatten(2, (-1, 2)).mean(dim=3), values.unflatten(2, (-1, 2)).mean(dim=3)
+
+
+@pytest.mark.parametrize(
+    "inner", ["knorm", "random:seed=3", "chunkkv(keydiff):chunk_length=4", "streaming_llm:reindex=true"]
+)
+def test_pairs_of_no_token_are_evicted_later(inner: str) -> None:
+    model, press = tiny_model("llama"), Means() + kvpress.get_press(f"decoding({inner}):3,target_size=12")
+    lengths = [40, 30]
+    ids, mask = padded_batch(lengths)
+
+    def generated(ids: Tensor, mask: Tensor) -> Tensor:
+        with press(model) as session:
+            tokens = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, eos_token_id=None)
+        assert [layer.store.stored() for layer in session.cache.layers] == [[13] * len(tokens) * 2] * 3
+        return tokens[:, -8:]
+
+    together = generated(ids, mask)
+    for row, length in enumerate(lengths):
+        alone = ids[row : row + 1, -length:]
+        assert torch.equal(generated(alone, torch.ones_like(alone)), together[row : row + 1])

@@ -62,8 +62,8 @@ class Allocator:
         return mean
 
     def within_layers(self) -> Allocator:
-        """Return this allocator with `scope` "layer": every layer gets its own mean."""
-        return replace(self, scope="layer")
+        """Return this allocator for layers with means of their own; an even one if it gives layers different numbers."""
+        return Allocator() if self.by_layer else replace(self, scope="layer")
 
 
 def evenly(scored: Sequence[Scored], mean: int) -> list[int | Tensor]:

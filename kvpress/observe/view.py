@@ -37,7 +37,7 @@ class View:
     vectors: Callable[[], tuple[Tensor, Tensor]]
     """Gathers keys and values at the first access to either of them."""
     positions: Tensor
-    """Original positions `[b, h, n]`, ascending."""
+    """Original positions `[b, h, n]`, ascending; a pair that belongs to no token has that of the pair before it."""
     seen: int
     """Real tokens that each of these rows has seen."""
     side: dict[str, Tensor]
@@ -377,9 +377,11 @@ def _gather(
         keys, values = zip(*[part.read(index) for part, index in chosen], strict=True)
         return joined(keys), joined(values)
 
-    positions = of_pairs(Segment.slots).long()
+    slots = of_pairs(Segment.slots).long()
+    positions = torch.where(slots < 0, slots.cummax(dim=2).values, slots).clamp_min(0)
     if pads is not None:
         positions = positions - pads[rows][:, None].expand(-1, len(span), -1).gather(2, positions)
+        positions = positions.clamp_min(0)
     names = {name for part in parts for name in part.side}
     side = {name: of_pairs(partial(Segment.side_array, name=name)) for name in names}
     if any(part.log_weight is not None for part in parts):

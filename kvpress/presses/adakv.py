@@ -30,8 +30,9 @@ from kvpress.core.scoring import Scored, top
 class AdaKVPress(WrapperPress):
     """Keep the best pairs of all heads of a layer together, so that heads differ in length.
 
-    Each head keeps at least the share `alpha_safeguard` of the mean budget, and one pair unless the share is 0. Storage is
-    ragged, so evicted pairs free memory.
+    Each head keeps at least the share `alpha_safeguard` of the mean budget, and one pair unless the share is 0. Where the pairs
+    that the inner press always keeps, such as a window, are more than the budget, heads do not compete: they keep equally many
+    of these pairs, the newest. Storage is ragged, so evicted pairs free memory.
 
     Paper: Feng et al., Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation, 2024, arXiv:2407.11550.
     Differs from the paper: the safeguard keeps each head's best pairs before the competition, as in NVIDIA kvpress; the
@@ -77,8 +78,12 @@ class Competition(Allocator):
         for item, count in zip(scored, budgets, strict=True):
             minimum = at_least_one(count, self.safeguard)
             scores.append(item.scores.masked_fill(top(item.scores, minimum), torch.inf))
-        flat = torch.cat([score.flatten(1) for score in scores], dim=1)
-        mask = top(flat, _total(budgets, scores))
+        flat, total = torch.cat([score.flatten(1) for score in scores], dim=1), _total(budgets, scores)
+        mask = top(flat, total)
+        is_crowded = flat.isposinf().sum(dim=1) > total
+        if bool(is_crowded.any()):  # a tie of infinite scores would go to the last heads
+            newest_first = torch.cat([_newest_first(score.isposinf()).flatten(1) for score in scores], dim=1)
+            mask = torch.where(is_crowded[:, None], top(newest_first, total), mask)
         masks = mask.split([score[0].numel() for score in scores], dim=1)
         return [kept.view(score.shape).sum(dim=2) for kept, score in zip(masks, scores, strict=True)]
 
@@ -95,6 +100,12 @@ def at_least_one(count: int | Tensor, share: float) -> int | Tensor:
     if isinstance(count, int):
         return min(count, max(least, int(count * share)))
     return torch.minimum(count, (count * share).long().clamp_min(least))
+
+
+def _newest_first(fixed: Tensor) -> Tensor:
+    """Return the scores `[b, h, n]` by which heads keep equally many of the pairs marked in `fixed`, the newest of each."""
+    newer = fixed.flip(-1).cumsum(dim=-1).flip(-1)
+    return (-newer).double().masked_fill(~fixed, -torch.inf)
 
 
 def _total(counts: Sequence[int | Tensor], scores: Sequence[Tensor]) -> int | Tensor:

@@ -35,7 +35,8 @@ class ChunkPress(WrapperPress):
 
     The n pairs of a head are split into the smallest number of equal chunks of at most `chunk_length`. Of `kept` pairs in
     total, the chunk from a to b keeps floor(kept * b / n) - floor(kept * a / n): the same share of each chunk up to rounding,
-    and the exact total. Scores that depend on other pairs depend on those of the same chunk only.
+    and the exact total. Scores that depend on other pairs depend on those of the same chunk only. The window of newest tokens
+    that presses such as SnapKV keep is in the last chunks only.
 
     Paper: after Corallo & Papotti, FINCH: Prompt-guided Key-Value Cache Compression, 2024, arXiv:2408.00167.
     Differs from the paper: the prompt is read in one pass; FINCH reads chunk after chunk, each with the pairs kept so far.

@@ -33,6 +33,8 @@ def check_scores_generated(press: Wrapping, step: Eviction) -> None:
         Refusal("decoding(kivi)", "a codec has no scores; it acts on generated tokens anyway"),
         Refusal("decoding(kvzip:0.5)", "it scores by reading a prompt again, and generated tokens are not read again"),
         Refusal("decoding(duo_attention:0.5,on_the_fly_scoring=true)", "it evicts while tokens are generated anyway"),
+        Refusal("decoding(bounded(snapkv))", "it does not evict from prompts, so chunks would have no effect"),
+        Refusal("decoding(conversation(snapkv))", "both would set the number of pairs; use one of them"),
     ),
     status="reproduction",
 )
@@ -63,9 +65,19 @@ class DecodingPress(Wrapping):
 
     def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
         check_scores_generated(self, step)
+        name = type(self.base_press).__name__
+        if step.schedule.target is not None:
+            raise TypeError(
+                f"{type(self).__name__} sets the target, so that of {name} would have no effect: pass its inner press"
+            )
+        if step.schedule.chunk is not None:
+            raise TypeError(
+                f"{type(self).__name__} keeps prompts whole, so the chunks of {name} would have no effect: pass its inner "
+                f"press, or use ConversationPress({name}(...))"
+            )
         if step.amount.ratios:
             raise TypeError(
-                f"DecodingPress sets the number of pairs by its target, so the ratios of {type(self.base_press).__name__} "
+                f"DecodingPress sets the number of pairs by its target, so the ratios of {name} "
                 f"would have no effect; use a press that scores pairs, such as SnapKVPress"
             )
         target = Amount(budget=self.target_size) if self.target_ratio is None else Amount(self.target_ratio)

@@ -53,7 +53,8 @@ class DMSPress(WrapperPress):
     measured ratio. A threshold needs scores that are comparable between texts, such as those of `kvzap`. Without a `threshold`,
     the ratio or budget of the inner press sets the number of pairs, and the heads of a layer compete for them. With a
     `threshold`, the inner ratio or budget is not used, and a RuntimeWarning names the press. The newest `sliding_window_size`
-    tokens always stay, 0 for none. With `decoding`, pairs are compared again every `interval` generated tokens: 1 evicts a pair
+    tokens always stay, 0 for none; without a `threshold`, only as many of them as the budget allows in prompts that are
+    longer than the window. With `decoding`, pairs are compared again every `interval` generated tokens: 1 evicts a pair
     as soon as it leaves the window, and higher values take less time.
 
     Paper: Lancucki et al., Inference-Time Hyper-Scaling with KV Cache Compression, 2025, arXiv:2506.05345.
@@ -91,12 +92,13 @@ class DMSPress(WrapperPress):
                 f"DMSPress would evict nothing: set threshold=, or a compression_ratio or budget of {name}"
             )
         allocator = Competition(step.allocator, scope=step.allocator.scope)
+        amount = replace(step.amount, protected=max(step.amount.protected, self.sliding_window_size))
         return replace(
             step,
             scorer=BeforeWindow(step.scorer, self.sliding_window_size),
             allocator=allocator if self.threshold is None else AboveThreshold(float(self.threshold)),
             schedule=replace(step.schedule, every=self.interval) if self.decoding else step.schedule,
-            amount=step.amount if self.threshold is None else Amount(),
+            amount=amount if self.threshold is None else Amount(),
             fixed=self.threshold is not None,
         )
 

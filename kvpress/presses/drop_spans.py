@@ -38,6 +38,7 @@ class NoneBetter(ByScore):
         Refusal("drop_spans(kvzip:0.5)", "it scores by reading a whole prompt again"),
         Refusal("drop_spans(snapkv)", "it would keep everything between the tags"),
         Refusal("decoding(drop_spans)", "it has its own schedule, the end of a span"),
+        Refusal("drop_spans(bounded(snapkv:0.5))", "spans are compressed whole, so chunks would have no effect"),
         Refusal("drop_spans(kivi)", "a codec stores all pairs; compose it: drop_spans + kivi"),
     ),
 )
@@ -82,6 +83,11 @@ class DropSpansPress(Wrapping):
         if step.schedule.target is not None or step.among is not None:
             raise TypeError(
                 f"DropSpansPress evicts at the end of a span, so {name} cannot set the time: pass its inner press"
+            )
+        if step.schedule.chunk is not None:
+            raise TypeError(
+                f"DropSpansPress evicts at the end of a span, so the chunks of {name} would have no effect: pass its inner "
+                "press"
             )
         if step.is_identity:
             raise ValueError(

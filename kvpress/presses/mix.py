@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from kvpress.core.checks import Share
 from kvpress.core.compose import protected_by
 from kvpress.core.model import ModelFacts
-from kvpress.core.press import BasePress, ScorerAround, Wrapping
+from kvpress.core.press import BasePress, ScorerAround, WrapperPress, Wrapping
 from kvpress.core.recipe import Eviction, Recipe
 from kvpress.core.registry import Refusal, register
 from kvpress.core.scoring import Scored, Scorer
@@ -51,6 +51,8 @@ class MixPress(Wrapping):
     how: Literal["rank", "max"] = "rank"
     weight: Share = 0.5
 
+    compression_ratio = WrapperPress.compression_ratio
+
     @property
     def inner(self) -> BasePress:
         return self.press
@@ -86,6 +88,7 @@ class MixPress(Wrapping):
         return replace(
             step,
             scorer=Mixed(step.scorer, second.scorer, self.how, self.weight),
+            amount=replace(step.amount, protected=max(step.amount.protected, second.amount.protected)),
             reads_hidden_states=step.reads_hidden_states or second.reads_hidden_states,
         )
 

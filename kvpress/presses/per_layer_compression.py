@@ -22,6 +22,10 @@ SHARE = Range(0, 1)
     example="per_layer_compression(knorm):compression_ratios=(0.7,0.5,0.3,0.3)",
     refuses=(
         Refusal("per_layer_compression(knorm):compression_ratios=(0.5,)", "the model has another number of layers"),
+        Refusal(
+            "per_layer_compression(decoding(knorm)):compression_ratios=(0.7,0.5,0.3,0.3)",
+            "the target of `decoding` sets the number of pairs; ratios would have no effect",
+        ),
     ),
     exempt=(
         Exemption(
@@ -76,6 +80,11 @@ class PerLayerCompressionPress(Wrapping):
             raise ValueError(
                 f"compression_ratios holds {num_ratios} ratios but {model.name} has {num_layers} layers that are compressed; "
                 "give one ratio per layer"
+            )
+        if step.schedule.target is not None:
+            raise TypeError(
+                f"{type(self.press).__name__} keeps a target of pairs while tokens are generated, so compression_ratios would "
+                "have no effect; give the ratios to a press for prompts, and compose it with prefill_decoding"
             )
         if step.amount.ratios:
             raise TypeError(f"ratios per layer are given twice: {type(self.press).__name__} has a list of its own")

@@ -14,7 +14,7 @@ from kvpress.core.checks import Count, Odd, Share
 from kvpress.core.press import ScorerPress
 from kvpress.core.registry import register
 from kvpress.observe.view import LOG_WEIGHT, View
-from kvpress.presses.window import NewestWindow
+from kvpress.presses.window import NewestWindow, newest_pairs
 
 
 @register(
@@ -51,7 +51,7 @@ class RKVPress(NewestWindow, ScorerPress):
     def scores(self, view: View) -> Tensor:
         """Return scores `[b, h, n]`, infinite in the window."""
         scores = torch.full(view.shape, torch.inf, device=view.positions.device)
-        older = view.length - self.window_size
+        older = view.length - newest_pairs(view, self.window_size)
         if older > 0:
             for h, head in enumerate(view.per_head()):
                 redundancy = self.redundancy(head.keys[:, 0])[:, :older]

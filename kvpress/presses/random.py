@@ -29,10 +29,10 @@ class RandomPress(ScorerPress):
 
     def scores(self, view: View) -> Tensor:
         """Return uniform numbers `[b, h, n]`."""
-        generator = None
         if self.seed is not None:
-            generator = torch.Generator().manual_seed(self.seed + 1_000_003 * view.layer + view.seen)
-        # All rows share one draw, so that a row's choice does not depend on the other rows of the batch.
-        shards = view.call.layer.shards
-        uniform = torch.rand(view.shape[1] * shards.count, view.length, generator=generator)
-        return shards.part(uniform).to(view.positions.device).expand(view.shape[0], -1, -1)
+            return view.numbers(self.seed)
+        # One seed for all views of a layer, so that a pair keeps its number from block to block.
+        memo, key = (view if view.whole is None else view.whole).memo, (RandomPress, id(self))
+        if key not in memo:
+            memo[key] = int(torch.randint(2**31, ()))
+        return view.numbers(memo[key])

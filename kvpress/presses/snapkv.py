@@ -14,7 +14,7 @@ from kvpress.core.checks import Count, Odd
 from kvpress.core.press import ScorerPress
 from kvpress.core.registry import register
 from kvpress.observe.view import View
-from kvpress.presses.window import NewestWindow
+from kvpress.presses.window import NewestWindow, newest_pairs
 
 
 @register(
@@ -48,7 +48,7 @@ class SnapKVPress(NewestWindow, ScorerPress):
 
     def scores(self, view: View) -> Tensor:
         """Return scores `[b, h, n]`, infinite in the window."""
-        width = min(self.window_size, view.length)
+        width = newest_pairs(view, self.window_size)
         older = self.older_attention(view, width) if view.length > width else ()
         scores = [
             avg_pool1d(self.worth(weights), self.kernel_size, stride=1, padding=self.kernel_size // 2).mean(dim=1)

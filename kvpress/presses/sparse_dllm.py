@@ -15,6 +15,7 @@ from kvpress.core.registry import register
 from kvpress.observe.observer import Wanted
 from kvpress.observe.queries import RecentQueries
 from kvpress.observe.view import View
+from kvpress.presses.window import newest_pairs
 
 
 @register(
@@ -58,7 +59,7 @@ class SparseDLLMPress(ScorerPress):
         """Return scores `[b, h, n]`, infinite in the block."""
         queries = view.newest_queries(*self.wants).float().mean(dim=2).unflatten(1, (view.shape[1], -1)).mean(dim=2)
         worth = view.mean_of_heads(torch.einsum("bhd,bhnd->bhn", queries, view.keys.float()))[:, 0]
-        newest = 0 if view.call.tokens.around else min(self.block_length, view.length)
+        newest = 0 if view.call.tokens.around else newest_pairs(view, self.block_length)
         older = worth[:, : view.length - newest]
         if older.shape[1]:
             older = max_pool1d(older, self.kernel_size, stride=1, padding=self.kernel_size // 2)

@@ -13,6 +13,7 @@ from kvpress.core.registry import register
 from kvpress.observe.observer import Wanted
 from kvpress.observe.queries import RecentQueries
 from kvpress.observe.view import View
+from kvpress.presses.window import newest_pairs
 
 
 @register("tova", "evict", "Oren et al., 2024, arXiv:2401.06104", example="tova:0.5", cases=("tova:0.5",))
@@ -39,5 +40,5 @@ class TOVAPress(ScorerPress):
         """Return scores `[b, h, n]`, the same for every head, infinite for the newest token."""
         weights = view.attention(view.newest_queries(*self.wants)).squeeze(3)
         scores = view.mean_of_heads(weights.mean(dim=2)).repeat(1, view.shape[1], 1)
-        scores[..., -1] = torch.inf
+        scores[..., view.length - newest_pairs(view, 1) :] = torch.inf
         return scores

@@ -1,10 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixin of presses that score a prompt by the queries of its newest tokens."""
+"""Presses that score a prompt by the queries of its newest tokens."""
 
 from __future__ import annotations
 
 from kvpress.observe.observer import Wanted
 from kvpress.observe.queries import RecentQueries
+from kvpress.observe.view import View
+
+
+def newest_pairs(view: View, size: int) -> int:
+    """Return how many of the pairs of a head, the last ones, are among the `size` newest tokens.
+
+    A view of a chunk of the pairs may hold fewer of them, or none.
+    """
+    if view.index is None:
+        return min(size, view.length)
+    return int((view.positions[0, 0] >= view.seen - size).sum())
 
 
 class NewestWindow:

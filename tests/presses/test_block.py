@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import kvpress
 from kvpress import BlockPress, KeyDiffPress, KnormPress
@@ -27,10 +28,15 @@ def test_the_working_set_is_cut_after_every_block(length: int, block: int, kept:
             assert kvpress.kept_positions(cache)[0][row][head].tolist() == working_set
 
 
-@pytest.mark.parametrize("inner", ["knorm:0.5", "streaming_llm:0.5,n_sink=3", "observed_attention:0.5"])
+@pytest.mark.parametrize(
+    "inner",
+    ["knorm:0.5", "streaming_llm:0.5,n_sink=3", "observed_attention:0.5", "random:0.5", "random:0.5,seed=3"],
+)
 def test_scores_that_compare_nothing_choose_as_without_blocks(inner: str) -> None:
     model, ids = tiny_model("llama"), tokens(2, 40)
+    torch.manual_seed(0)
     cache = prefill(model, BlockPress(kvpress.get_press(inner), 3), ids)
+    torch.manual_seed(0)
     expected = prefill(model, kvpress.get_press(inner), ids)
     assert positions(cache) == positions(expected)
 

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
+import torch
 
 import kvpress
 from kvpress import ChunkPress, KeyDiffPress, KnormPress
@@ -62,3 +65,26 @@ def test_configuration() -> None:
     with pytest.raises(TypeError, match="equally many pairs in every head, and AdaKVPress does not"):
         ChunkPress(kvpress.AdaKVPress(KnormPress()))
     assert ChunkPress(KnormPress()).chunk_length == 1024
+
+
+@pytest.mark.parametrize(("inner", "window"), [("snapkv:0.7,window_size=12,kernel_size=1", 12), ("tova:0.7", 1)])
+def test_only_the_chunk_at_the_end_holds_a_window(inner: str, window: int) -> None:
+    model, (ids, mask) = tiny_model("llama", "eager"), padded_batch([60, 42])
+    cache = prefill(model, ChunkPress(kvpress.get_press(inner), 20), ids, mask)
+    for row, length in enumerate((60, 42)):
+        attentions = model(ids[row : row + 1, -length:], output_attentions=True).attentions
+        chunks = -(-length // 20)
+        edges, kept = [length * i // chunks for i in range(chunks + 1)], int(length * 0.3)
+        for layer, weights in zip(kvpress.kept_positions(cache), attentions, strict=True):
+            newest = weights[0, :, -window:].unflatten(0, (2, -1))
+            for head in range(2):
+                expected: list[int] = []
+                for start, stop in itertools.pairwise(edges):
+                    shares = newest[..., start:stop] / newest[..., start:stop].sum(dim=-1, keepdim=True)
+                    score = shares.mean(dim=(0, 1, 2) if inner.startswith("tova") else (1, 2))
+                    score = score if score.dim() == 1 else score[head]
+                    score[torch.arange(start, stop) >= length - window] = torch.inf
+                    count = kept * stop // length - kept * start // length
+                    order = score.flip(0).argsort(descending=True, stable=True)[:count]
+                    expected += sorted((60 - length + stop - 1 - order).tolist())
+                assert layer[row][head].tolist() == expected

@@ -107,3 +107,10 @@ def test_without_a_window_heads_may_lose_all_pairs(suffix: str) -> None:
         generated = model.generate(tokens(2, 20), max_new_tokens=4, do_sample=False)
     assert generated.shape == (2, 24)
     assert {count for layer in session.cache.layers for count in layer.store.stored()} == {3}
+
+
+def test_a_ratio_keeps_prompts_that_the_window_covers_and_shares_longer_ones_evenly() -> None:
+    press = kvpress.DMSPress(kvpress.KnormPress(0.5), sliding_window_size=30)
+    ids, mask = padded_batch([LENGTH, 25])
+    for layer in kvpress.kept_positions(prefill(tiny_model("llama"), press, ids, mask)):
+        assert [[len(head) for head in row] for row in layer] == [[LENGTH // 2] * 2, [25] * 2]

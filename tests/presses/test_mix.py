@@ -71,3 +71,15 @@ def test_pairs_protected_by_either_press_stay() -> None:
 def test_presses_that_cannot_be_mixed_are_refused(spec: str, words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         kvpress.get_press(spec)
+
+
+def test_a_prompt_that_either_press_keeps_whole_is_kept_whole() -> None:
+    for spec in ("mix(knorm:0.5; snapkv)", "mix(snapkv:0.5; knorm)"):
+        assert kept(spec) == [list(range(LENGTH))] * 6
+
+
+def test_the_ratio_is_that_of_the_first_press() -> None:
+    press = kvpress.get_press("mix(knorm:0.5; keydiff)")
+    assert (press + kvpress.get_press("kivi")).compression_ratio == press.compression_ratio == 0.5
+    press.compression_ratio = 0.9
+    assert press == kvpress.get_press("mix(knorm:0.9; keydiff)")

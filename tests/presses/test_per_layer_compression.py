@@ -18,7 +18,7 @@ RATIOS = {"llama": (0.2, 0.75, 0.5), "gemma3_text": (0.25, 0.8)}
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
-@pytest.mark.parametrize("inner", ["snapkv:window_size=4", "adakv(snapkv:window_size=4)"])
+@pytest.mark.parametrize("inner", ["snapkv:window_size=4", "adakv(snapkv:window_size=4)", "pyramidkv:window_size=4"])
 @pytest.mark.parametrize("family", RATIOS)
 def test_every_layer_keeps_its_own_share(family: str, inner: str, padded: bool) -> None:
     model = tiny_model(family)
@@ -79,6 +79,11 @@ def test_one_ratio_per_compressed_layer(family: str, layers: int) -> None:
             (kvpress.NonePress(), [0.5]),
             TypeError,
             "needs a press that scores pairs, such as SnapKVPress, got NonePress",
+        ),
+        (
+            (kvpress.DecodingPress(KnormPress()), [0.5]),
+            TypeError,
+            "DecodingPress keeps a target .* compression_ratios would have no effect",
         ),
     ],
 )

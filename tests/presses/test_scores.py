@@ -295,3 +295,16 @@ def test_adakv_spends_the_budget_exactly_and_guards_every_head() -> None:
             assert min(sizes) >= int(budget * 0.3)
             differ |= sizes[0] != sizes[1]
     assert differ
+
+
+@pytest.mark.parametrize("safeguard", [0.0, 0.2])
+@pytest.mark.parametrize(
+    "inner",
+    ["adakv({}):alpha_safeguard={}", "critical_adakv({}):alpha_safeguard={}", "adakv(pyramidkv:0.75,window_size=20)"],
+)
+def test_heads_share_a_budget_below_the_window_evenly(inner: str, safeguard: float) -> None:
+    press = kvpress.get_press(inner.format("snapkv:0.75,window_size=20", safeguard))
+    ids, mask = padded_batch([60, 41])
+    for layer in kvpress.kept_positions(prefill(tiny_model("llama"), press, ids, mask)):
+        for row, budget in zip(layer, (15, 10), strict=True):
+            assert [head.tolist() for head in row] == [list(range(60 - budget, 60))] * 2
