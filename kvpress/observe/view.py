@@ -257,9 +257,11 @@ class View:
             len(self.rows), -1
         )
         mask = self.call.tokens.mask
-        if mask is not None:
+        real = torch.ones_like(columns, dtype=torch.bool)
+        if mask is not None:  # padding may have any position
+            real = mask.to(cos.device)[self.rows].gather(1, columns)
             columns = (mask.cumsum(dim=1) - 1).clamp_min(0).to(cos.device)[self.rows].gather(1, columns)
-        if not torch.allclose(self.call.angles(columns)[0].to(cos), cos, atol=1e-2):
+        if not torch.allclose(self.call.angles(columns)[0].to(cos)[real], cos[real], atol=1e-2):
             raise NotImplementedError(
                 "the rotary embedding of earlier tokens is unknown: position_ids are not those of the tokens in the cache, or "
                 "frequencies depend on the length; read everything under this press, in one `with` block"
