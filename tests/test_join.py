@@ -19,10 +19,13 @@ from kvpress.cache.common import CommonSegment
 from kvpress.cache.join import join_rows
 from kvpress.cache.store import KVStore
 from kvpress.hf.models import with_cache
+from kvpress.observe.mass import AttentionMass
+from kvpress.observe.observer import Wanted
+from kvpress.observe.queries import RecentQueries
 from kvpress.testing.comparison import positions, same
 from tests.caches import CODEC, prefill
 from tests.fuzz.models import model_of
-from tests.models import noise, position_ids, tiny_model, tokens
+from tests.models import noise, padded_batch, position_ids, tiny_model, tokens
 from tests.test_rows import CODECS, SELECTORS, press_of
 
 LENGTHS = (90, 23, 57)
@@ -233,6 +236,20 @@ def test_a_batch_is_saved_and_copied(spec: str, tmp_path: Path) -> None:
                 after = step(model, one, after, rows[-1])
     for other in rows[1:]:
         assert all(torch.equal(torch.cat(a.logits), torch.cat(b.logits)) for a, b in zip(rows[0], other, strict=True))
+
+
+def test_queries_of_padded_rows_are_joined() -> None:
+    model = tiny_model("llama")
+    ids, mask = padded_batch([20, 4])
+    queries, mass = Wanted(RecentQueries, 6), Wanted(AttentionMass)
+    for spec in ("decoding(snapkv:window_size=6)", "h2o:0.9"):
+        press = kvpress.get_press(spec)
+        joined, _ = kvpress.join([prefill(model, press, ids, mask), prefill(model, press, tokens(1, 12))], [mask, None])
+        observers = joined.layers[0].store.observers
+        if queries in observers:
+            assert observers[queries].row_padding() == [0, 2, 0]
+        else:
+            assert observers[mass].observed([0, 1, 2], torch.device("cpu")).tolist() == [20, 4, 12]
 
 
 def test_refused_by_name() -> None:

@@ -16,6 +16,7 @@ from transformers import DynamicCache
 import kvpress
 from kvpress import BasePress, KnormPress, ScorerPress, SnapKVPress
 from kvpress.core.registry import entries, find
+from kvpress.testing.rows import check_rows_alone
 from tests.caches import generate, pairs, positions, prefill
 from tests.models import padded_batch, position_ids, tiny_model, tokens
 
@@ -30,6 +31,36 @@ def loudest(model: Any, ids: Tensor, count: int) -> list[list[list[list[int]]]]:
 class ByValue(ScorerPress):
     def score(self, module: Any, hidden_states: Any, keys: Any, values: Any, attentions: Any, kwargs: Any) -> Tensor:
         return values.norm(dim=-1)
+
+
+def by_query(module: Any, hidden_states: Tensor, keys: Tensor, kwargs: Any) -> Tensor:
+    """Score pairs by the mean query, before rotation, and the mean angle of the tokens that the pass has read."""
+    queries = module.q_proj(hidden_states).unflatten(2, (-1, keys.shape[3])).mean(dim=(1, 2))
+    cos = kwargs["position_embeddings"][0]
+    assert cos.shape[1] == hidden_states.shape[1] == len(kwargs["cache_position"])
+    return torch.einsum("bhnd,bd->bhn", keys, queries + cos.mean(dim=1))
+
+
+class ByQuery(ScorerPress):
+    def score(self, module: Any, hidden_states: Any, keys: Any, values: Any, attentions: Any, kwargs: Any) -> Tensor:
+        received = 0 if attentions is None else attentions.mean(dim=(1, 2))[:, None]
+        return by_query(module, hidden_states, keys, kwargs) + received
+
+
+class Third(BasePress):
+    """Keeps two thirds of the pairs."""
+
+    def compress(self, module: Any, hidden_states: Any, keys: Any, values: Any, attentions: Any, kwargs: Any) -> Any:
+        count = keys.shape[2] - keys.shape[2] // 3
+        kept = by_query(module, hidden_states, keys, kwargs).topk(count, dim=2).indices.sort(dim=2).values[..., None]
+        return tuple(array.gather(2, kept.expand(-1, -1, -1, array.shape[3])) for array in (keys, values))
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("press", [ByQuery(0.5), Third()], ids=lambda press: type(press).__name__)
+def test_a_row_with_a_padded_later_turn_gets_its_own_tokens(press: Any, implementation: str) -> None:
+    model = tiny_model("llama", implementation)
+    check_rows_alone(model, press, (40, 31, 34), later=(3, 12, 9), generated=(2, 2))
 
 
 # -- forward_hook ------------------------------------------------------------------------------------------------

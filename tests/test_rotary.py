@@ -17,7 +17,7 @@ from benchmarks import tiny
 from kvpress.observe.view import View
 from kvpress.presses.knorm import KnormPress
 from kvpress.presses.leverage_score import LeverageScorePress
-from tests.models import tokens
+from tests.models import padded_batch, tokens
 
 tiny_model = cache(tiny.tiny)
 
@@ -214,6 +214,28 @@ def test_a_padded_row_is_turned_back_as_that_row_alone() -> None:
     with press(model), torch.no_grad():
         model(padded, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp_min(0), use_cache=True)
     torch.testing.assert_close(press.seen[0], first_keys(model, ids, torch.arange(20)[None]), atol=1e-5, rtol=1e-4)
+
+
+def test_padding_of_a_later_turn_may_have_any_position() -> None:
+    """`generate` gives the padding between two turns position 0."""
+    model, press = tiny_model("llama"), kvpress.get_press("key_rerotation(snapkv:0.5,window_size=4)")
+    turns = [padded_batch(lengths) for lengths in ([30, 21], [3, 8])]
+
+    def answer(rows: slice) -> Tensor:
+        ids, mask = (torch.cat([turn[which][rows] for turn in turns], dim=1) for which in (0, 1))
+        if len(ids) == 1:
+            ids, mask = ids[mask.bool()][None], mask[mask.bool()][None]
+        first, cache = mask.shape[1] - int(turns[1][1][rows].sum(dim=1).max()), DynamicCache(config=model.config)
+        options = {"max_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+        with press(model), torch.no_grad():
+            at = (mask[:, :first].cumsum(1) - 1).clamp_min(0)
+            model(ids[:, :first], attention_mask=mask[:, :first], position_ids=at, past_key_values=cache)
+            logits = model.generate(ids, attention_mask=mask, past_key_values=cache, **options).logits
+        return torch.stack(logits, dim=1)
+
+    together = answer(slice(0, 2))
+    for row in range(2):
+        torch.testing.assert_close(together[row], answer(slice(row, row + 1))[0], atol=1e-4, rtol=1e-4)
 
 
 def test_tokens_that_were_read_without_the_press_leave_no_gap() -> None:

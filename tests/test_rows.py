@@ -11,6 +11,8 @@ import kvpress
 from kvpress.testing.rows import check_rows_alone
 from tests.fuzz.models import model_of
 from tests.fuzz.specs import resolved
+from tests.models import tiny_model
+from tests.presses.evicting import EVICTING as PRESSES
 
 QUEST = "quest:budget=16,page_size=8,skip_layers=0"
 LABELS = "double_sparsity:budget=12,channels=8,skip_layers=0,calibration={channels}"
@@ -70,3 +72,18 @@ def press_of(spec: str) -> Any:
 def test_a_padded_row_is_that_row_alone(name: str) -> None:
     spec, lengths = SPECS[name]
     check_rows_alone(model_of("llama", "float32"), press_of(spec), lengths)
+
+
+IN_LATER_TURNS = [
+    *PRESSES,
+    "budgeted(snapkv):smaller=10",
+    "decoding(r_kv:window_size=6):compression_interval=4,target_size=20",
+    "finch:0.5,window_size=6",
+    *(entry.example for entry in kvpress.list_presses() if entry.role == "quantise" and not entry.needs),
+]
+
+
+@pytest.mark.parametrize("spec", IN_LATER_TURNS)
+def test_a_row_with_a_padded_later_turn_is_that_row_alone(spec: str) -> None:
+    """Padding lies between the turns of two rows; one has fewer new tokens than windows of newest queries hold."""
+    check_rows_alone(tiny_model("llama"), press_of(spec), (40, 31, 34), exact=False, later=(3, 12, 9), generated=(2, 2))

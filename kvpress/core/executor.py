@@ -262,7 +262,7 @@ def replace_pairs(call: LayerCall, compress: Compress, rows: Sequence[int], mark
     changed: list[int] = []
     unchanged = [row for row in range(store.batch) if row not in rows]
     for view in (view for group in view_groups(call, rows=unchanged) for view in group):
-        flat = [array.flatten(0, 1) for array in (view.keys, view.values, view.positions + store.seen - view.seen)]
+        flat = [array.flatten(0, 1) for array in (view.keys, view.values, view.slots(view.positions))]
         for n, *pairs in zip(view.streams, *flat, strict=True):
             keys[n], values[n], slots[n] = pairs
     for view in (view for group in view_groups(call, rows=rows) for view in group):
@@ -282,14 +282,14 @@ def replace_pairs(call: LayerCall, compress: Compress, rows: Sequence[int], mark
         length = new_keys.shape[2] if stays is None else int(stays.sum()) // (stays.shape[0] * stays.shape[1])
         if length != view.length:
             call.left.update(dict.fromkeys(view.rows, length))
-        pads = store.seen - view.seen
+        all_slots = view.slots(torch.arange(view.seen, device=view.device).expand(len(view.rows), 1, -1))[:, 0]
         for index, n in enumerate(view.streams):
             i, j = divmod(index, new_keys.shape[1])
             kept = slice(None) if stays is None else stays[i, j]
             keys[n], values[n] = new_keys[i, j][kept], new_values[i, j][kept]
             old = view.keys[i, j], view.values[i, j]
             positions = positions_of((keys[n], values[n]), old, view.positions[i, j])
-            slots[n] = torch.where(positions >= 0, positions + pads, positions)
+            slots[n] = torch.where(positions >= 0, all_slots[i, positions], positions)
     if changed:
         seal_streams(store, keys, values, slots, call.tokens.mask)
         store.restart_count(changed)

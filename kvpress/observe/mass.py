@@ -16,6 +16,7 @@ from kvpress.cache.segment import DenseSegment
 from kvpress.cache.window import RealTokens
 from kvpress.observe.call import LayerCall
 from kvpress.observe.observer import Observer, hashed
+from kvpress.observe.queries import new_real_tokens
 
 
 def flat_mass(call: LayerCall, weights: Tensor | None = None) -> Tensor | None:
@@ -47,12 +48,14 @@ def flat_mass(call: LayerCall, weights: Tensor | None = None) -> Tensor | None:
 class AttentionMass(Observer):
     """Attention that every stored pair has received from all queries so far: per-pair array `mass`, float32.
 
-    Summed over the query heads of the GQA group; `queries` is the number of tokens whose attention was added. Queries are read
-    in blocks, so that no matrix of queries x keys is stored. Each query multiplies the sum by `decay` before its own attention
-    is added, so that a query counts decay ** (number of later queries).
+    Summed over the query heads of the GQA group; `queries` is the number of columns whose attention was added, of which
+    `padding [B]` are padding. Queries are read in blocks, so that no matrix of queries x keys is stored. Each query multiplies
+    the sum by `decay` before its own attention is added, so that a query counts decay ** (number of later queries).
     """
 
+    state_names = ("padding",)
     sums_attention = True
+    padding: Tensor | None = None
 
     def __init__(self, decay: float = 1.0) -> None:
         self.queries = 0
@@ -62,10 +65,11 @@ class AttentionMass(Observer):
     def observe(self, call: LayerCall) -> None:
         (name,), store, length = self.sides, call.store, call.queries.shape[2]
         self.queries += length
-        # A single token is never padding.
-        real = (
-            None if call.tokens.mask is None or length == 1 else call.tokens.mask[:, -length:].to(call.queries.device)
-        )
+        real = new_real_tokens(call)
+        if self.padding is None:
+            self.padding = torch.zeros(store.batch, dtype=torch.long, device=call.queries.device)
+        if real is not None:
+            self.padding = self.padding + (~real).sum(dim=1)
         weights = self._weights(call, real)
         device = call.queries.device
         fade = torch.full((1,), self.decay**length, device=device) if real is None else self.decay ** real.sum(dim=1)
@@ -84,7 +88,15 @@ class AttentionMass(Observer):
         del seen
         twin = copy.copy(self)
         twin.queries = max(observer.queries for observer in observers)
+        paddings = [o.padding + (twin.queries - o.queries) for o in observers if o.padding is not None]
+        twin.padding = torch.cat(paddings) if len(paddings) == len(observers) else None
         return twin
+
+    def observed(self, rows: list[int], device: torch.device) -> Tensor:
+        """Return the number of real tokens of some rows whose attention was added, `[b]`."""
+        if self.padding is None:
+            return torch.tensor([self.queries] * len(rows), device=device)
+        return (self.queries - self.padding.to(device))[rows]
 
     def _weights(self, call: LayerCall, real: Tensor | None) -> Tensor | None:
         """Return query weights `[N, G * n]`: decay ** (later real queries of the pass), 0 for padding; None if all are 1."""

@@ -104,6 +104,13 @@ class Observer(ABC):
         del tokens, group, dim, dtype
         return 0
 
+    def row_padding(self) -> list[int] | None:
+        """Return the number of recorded columns of each row that are padding; None if rows with equally many tokens agree.
+
+        Rows that differ in it share no view.
+        """
+        return None
+
     def select_rows(self, rows: Tensor) -> None:
         """Keep some batch rows, in this order."""
         self._replace(lambda tensor: tensor.index_select(0, rows.to(tensor.device)))

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,10 +16,10 @@ from kvpress.observe.call import LayerCall
 from kvpress.observe.observer import Observer, hashed
 
 
-class RecentQueries(Observer):
-    """Newest `size` queries, after rotation: `queries [B, Hq, <= size, D]`."""
+class RecentColumns(Observer):
+    """Queries of the newest `size` columns, after rotation and with padding: `queries [B, Hq, <= size, D]`."""
 
-    state_names = ("queries",)
+    state_names: ClassVar[tuple[str, ...]] = ("queries",)
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -33,6 +34,73 @@ class RecentQueries(Observer):
             new = torch.cat([self.queries[:, :, new.shape[2] - self.size :], new], dim=2)
         # Copied, since a view would keep the queries of the whole prompt in memory.
         self.queries = new.clone(memory_format=torch.contiguous_format)
+
+
+class RecentQueries(RecentColumns):
+    """Queries of the newest `size` real tokens of each row, after rotation: `queries [B, Hq, <= size, D]`, newest last.
+
+    A row with fewer real tokens has `padding [B]` columns before them; None if no row has any.
+    """
+
+    state_names = ("queries", "padding")
+    padding: Tensor | None = None
+
+    def observe(self, call: LayerCall) -> None:
+        real = new_real_tokens(call)
+        if real is None and self.padding is None:
+            super().observe(call)
+            return
+        self.queries, self.padding = append_real(self.queries, self.padding, call.queries, real, self.size)
+
+    def row_padding(self) -> list[int] | None:
+        return None if self.padding is None else self.padding.tolist()
+
+    def joined(self, observers: Sequence[Any], seen: int) -> Any:
+        if any(observer.padding is not None for observer in observers):
+            observers = [observer.with_padding() for observer in observers]
+        return super(RecentQueries, observers[0]).joined(observers, seen)
+
+    def with_padding(self) -> RecentQueries:
+        """Return a copy with a number of columns of padding for each row, also if it is 0 for all."""
+        twin = copy.copy(self)
+        if self.padding is None and self.queries is not None:
+            twin.padding = torch.zeros(len(self.queries), dtype=torch.long, device=self.queries.device)
+        return twin
+
+
+def append_real(
+    old: Tensor | None, padding: Tensor | None, new: Tensor, real: Tensor | None, size: int
+) -> tuple[Tensor, Tensor]:
+    """Append vectors `new [B, heads, n, D]` to `old`, and keep the newest `size` ones of real tokens.
+
+    `old` has `padding [B]` columns before those of real tokens, None for none, and so has the result, which comes with their
+    number. `real [B, n]` marks the real tokens of `new`, None for all.
+    """
+    real = torch.ones(new.shape[0], new.shape[2], dtype=torch.bool, device=new.device) if real is None else real
+    new, real = newest_real(new, real, size)
+    if old is not None:
+        columns = torch.arange(old.shape[2], device=real.device).expand(len(real), -1)
+        old_real = columns >= (0 if padding is None else padding[:, None])
+        new, real = newest_real(torch.cat([old, new], dim=2), torch.cat([old_real, real], dim=1), size)
+    return new, real.shape[1] - real.sum(dim=1)
+
+
+def newest_real(vectors: Tensor, real: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return the newest `size` vectors of real tokens of `vectors [B, heads, n, D]`, padding first, and the mask of real ones.
+
+    `real [B, n]` marks the real tokens; the vectors of a row stay in order.
+    """
+    index = real.long().argsort(dim=1, stable=True)[:, -size:]
+    return vectors.gather(2, _wide(index[:, None], vectors)), real.gather(1, index)
+
+
+def new_real_tokens(call: LayerCall) -> Tensor | None:
+    """Return the mask `[B, n]` of the real ones of the new tokens; None if none is padding."""
+    length = call.queries.shape[2]
+    # A single token is never padding, and neither is one that a masked-diffusion model writes.
+    if call.tokens.mask is None or length == 1 or call.tokens.around:
+        return None
+    return call.tokens.mask[:, -length:].to(call.queries.device)
 
 
 class SampledQueries(Observer):

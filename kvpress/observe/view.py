@@ -93,6 +93,14 @@ class View:
         return self.positions.device
 
     @property
+    def new_tokens(self) -> int:
+        """Number of real tokens of each row that the pass has read."""
+        new, mask = self.call.hidden_states.shape[1], self.call.tokens.mask
+        if mask is None or not new:
+            return min(new, self.seen)
+        return int(mask[self.rows[0], -new:].sum())
+
+    @property
     def model_heads(self) -> slice:
         """KV heads of the view as numbered in the model, where tensor parallel divides the heads among ranks."""
         return self.call.layer.shards.heads(self.heads, self.call.store.heads)
@@ -161,14 +169,19 @@ class View:
         return torch.where(array == 0, mean, array)
 
     def newest_queries(self, request: Wanted) -> Tensor:
-        """Return the newest real queries of a `RecentQueries` observer, `[b, Hq, <= size, D]`."""
-        queries = self.query_heads(self.observer(request).queries)
-        return queries[:, :, -min(self.seen, queries.shape[2]) :]
+        """Return the newest real queries of a `RecentQueries` observer, `[b, Hq, <= size, D]`.
+
+        A row without any real token has the query of its newest column.
+        """
+        observer = self.observer(request)
+        queries, padding = self.query_heads(observer.queries), observer.row_padding()
+        recorded = queries.shape[2] - (0 if padding is None else padding[self.rows[0]])
+        return queries[:, :, queries.shape[2] - max(1, min(self.seen, recorded)) :]
 
     def observing_queries(self, request: Wanted) -> Tensor:
         """Return how many queries of an `AttentionMass` observer could see each pair, `[b, h, n]`."""
-        observed: int = self.observer(request).queries
-        return (self.seen - self.positions).clamp_max(observed)
+        observed = self.observer(request).observed(self.rows, self.device)
+        return (self.seen - self.positions).minimum(observed[:, None, None])
 
     def attention(self, queries: Tensor, causal: bool = True) -> Tensor:
         """Return attention weights `[b, h, G, w, n]` of `queries [b, h * G, w, D]` on the pairs, float32.
@@ -221,11 +234,11 @@ class View:
             yield from (self.call.angles(at) for at in positions.unbind(dim=1))
             return
         cos, sin = watched.of_rows(self.rows)
-        for at in self._columns(positions).unbind(dim=1):
+        for at in self.slots(positions).unbind(dim=1):
             index = at[..., None].expand(-1, -1, cos.shape[-1])
             yield cos.gather(1, index), sin.gather(1, index)
 
-    def _columns(self, positions: Tensor) -> Tensor:
+    def slots(self, positions: Tensor) -> Tensor:
         """Return the slots of the tokens at `positions [b, h, n]`, padding counted."""
         if self.call.tokens.mask is None:
             return positions
@@ -244,9 +257,11 @@ class View:
             len(self.rows), -1
         )
         mask = self.call.tokens.mask
-        if mask is not None:
+        real = torch.ones_like(columns, dtype=torch.bool)
+        if mask is not None:  # padding may have any position
+            real = mask.to(cos.device)[self.rows].gather(1, columns)
             columns = (mask.cumsum(dim=1) - 1).clamp_min(0).to(cos.device)[self.rows].gather(1, columns)
-        if not torch.allclose(self.call.angles(columns)[0].to(cos), cos, atol=1e-2):
+        if not torch.allclose(self.call.angles(columns)[0].to(cos)[real], cos[real], atol=1e-2):
             raise NotImplementedError(
                 "the rotary embedding of earlier tokens is unknown: position_ids are not those of the tokens in the cache, or "
                 "frequencies depend on the length; read everything under this press, in one `with` block"
@@ -316,9 +331,10 @@ def view_groups(
 ) -> list[list[View]]:
     """Return views of all pairs of some `rows`, None for all: one group per set of rows, whose views cover all KV heads.
 
-    Rows with equally many real tokens share a group if their earlier evictions left equally many pairs at the same token;
-    with `by_row`, every row is a group. The heads of a group share one view if they store equally many pairs; otherwise each
-    head has its own view. `opened` is the result of `KVStore.open_segment` if the caller has it.
+    Rows with equally many real tokens, also in this pass, share a group if their earlier evictions left equally many pairs at
+    the same token, and if observers recorded equally many tokens of them; with `by_row`, every row is a group. The heads of a
+    group share one view if they store equally many pairs; otherwise each head has its own view. `opened` is the result of
+    `KVStore.open_segment` if the caller has it.
     """
     store, mask = call.store, call.tokens.mask
     rows = range(store.batch) if rows is None else rows
@@ -328,11 +344,14 @@ def view_groups(
     parts: list[Segment] = [*store.segments, opened]
     counts = [sum(part.layout.lengths[n] for part in parts) for n in range(store.batch * store.heads)]
     real = [store.seen] * store.batch if mask is None else mask.sum(dim=1).tolist()
+    new = real if mask is None else mask[:, call.tokens.seen_before :].sum(dim=1).tolist()
     pads = None if mask is None else (~mask).cumsum(dim=1).to(store.window.keys.device)
+    watched = () if mask is None else (observer.row_padding() for observer in store.observers.values())
+    paddings = [padding for padding in watched if padding is not None]
     groups: dict[tuple[Any, ...], list[int]] = {}
     for row in rows:
         lengths = tuple(counts[row * store.heads : (row + 1) * store.heads])
-        history = store.since_eviction[row], store.targets[row]
+        history = store.since_eviction[row], store.targets[row], (new[row], *(padding[row] for padding in paddings))
         groups.setdefault((row if by_row else 0, history, real[row], lengths), []).append(row)
     views = []
     for (_, _, seen, lengths), members in groups.items():
@@ -399,19 +418,32 @@ def score_arguments(view: View) -> tuple[nn.Module, Tensor, Tensor, Tensor, Tens
     In a view of some pairs only, hidden states, angles and attention cover the tokens of its first head's pairs.
     """
     call = view.call
-    states = None if view.hidden is None else getattr(call.store.observers.get(view.hidden), "states", None)
-    hidden = call.hidden_states if states is None else states
+    watched = None if view.hidden is None else call.store.observers.get(view.hidden)
+    new = view.new_tokens
+    if watched is None or watched.states is None:
+        hidden, recorded = call.hidden_states, new
+    else:
+        hidden, padding = watched.states, watched.row_padding()
+        recorded = min(view.seen, hidden.shape[1] - (0 if padding is None else padding[view.rows[0]]))
     is_of_call = hidden.shape == call.hidden_states.shape
     kwargs = {**call.kwargs, "kvpress": view, "attention_mask": None}
-    new = call.queries.shape[2]
-    kwargs.setdefault("cache_position", torch.arange(view.seen - min(new, view.seen), view.seen))
+    kwargs.setdefault("cache_position", torch.arange(view.seen - min(new, call.queries.shape[2]), view.seen))
     attentions = call.attentions
     embeddings: Sequence[Tensor] | None = call.position_embeddings
-    if len(view.rows) != call.store.batch or hidden.shape[1] > view.seen:
-        hidden = hidden[view.rows][:, -view.seen :]
+    if len(view.rows) != call.store.batch or hidden.shape[1] > recorded or call.hidden_states.shape[1] > new:
+        hidden = hidden[view.rows][:, hidden.shape[1] - recorded :]
         if embeddings is not None:
-            embeddings = [part[view.rows if part.shape[0] > 1 else slice(None)][:, -view.seen :] for part in embeddings]
-        attentions = None if attentions is None else attentions[view.rows][:, :, -view.seen :, -view.seen :]
+            embeddings = [
+                part[view.rows if part.shape[0] > 1 else slice(None)][:, max(0, part.shape[1] - new) :]
+                for part in embeddings
+            ]
+        if attentions is not None:
+            attentions = attentions[view.rows][:, :, max(0, attentions.shape[2] - new) :]
+            if attentions.shape[3] == call.store.seen:
+                columns = view.slots(torch.arange(view.seen, device=attentions.device).expand(len(view.rows), 1, -1))
+                attentions = attentions.gather(3, columns[:, :, None].expand(*attentions.shape[:3], -1))
+            else:
+                attentions = attentions[..., -view.seen :]
     if view.index is not None:
         indices = view.positions[:, 0] - (view.seen - hidden.shape[1])
         if hidden.shape[1] and bool((indices >= 0).all()):

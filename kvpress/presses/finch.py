@@ -17,6 +17,7 @@ from kvpress.core.registry import EVERY_SUITE, Exemption, Refusal, register
 from kvpress.core.rerotation import closing_gaps
 from kvpress.observe.call import LayerCall
 from kvpress.observe.observer import Observer, Wanted
+from kvpress.observe.queries import append_real, new_real_tokens
 from kvpress.observe.view import View
 from kvpress.presses.chunk import InChunks
 
@@ -130,7 +131,7 @@ class FinchPress(ScorerPress):
 
     def _scores(self, view: View) -> Tensor:
         question = view.observer(*self.wants)
-        sizes = question.sizes(view.rows, view.seen)
+        sizes = question.sizes(view.rows)
         width = int(sizes.max())
         self._check_room(view, width)
         positions = torch.arange(view.seen - width, view.seen, device=view.positions.device)
@@ -151,7 +152,8 @@ class FinchPress(ScorerPress):
 class QuestionQueries(Observer):
     """Observer of the question's queries, `queries [B, Hq, w, D]`: after the last delimiter, or the newest `window` tokens.
 
-    `size [B]` is the number of tokens of each row after the delimiter, -1 without a delimiter.
+    `size [B]` is the number of these tokens of each row, padding not counted, and -1 where a delimiter is missing. Rows with
+    fewer than `w` have queries of other tokens before them.
     """
 
     state_names = ("queries", "size")
@@ -165,23 +167,26 @@ class QuestionQueries(Observer):
         if call.phase == "decode":
             return
         if call.tokens.seen_before == call.tokens.prompt_start or self.queries is None or self.size is None:
-            self.queries, self.size = (
-                call.queries[:, :, :0],
-                torch.full((len(call.queries),), -1, device=call.queries.device),
-            )
-        new = call.queries.shape[2]
-        self.size = torch.where(self.size >= 0, self.size + new, self.size)
+            self.queries = call.queries[:, :, :0]
+            start = -1 if self.window is None else 0
+            self.size = torch.full((len(call.queries),), start, device=call.queries.device)
+        real = new_real_tokens(call)
+        if real is None:
+            real = torch.ones(len(self.size), call.queries.shape[2], dtype=torch.bool, device=self.size.device)
+        self.size = torch.where(self.size >= 0, self.size + real.sum(dim=1), self.size)
+        if self.window is not None:
+            self.size = self.size.clamp_max(self.window)
         if self.delimiter is not None:
             if call.tokens.ids is None:
                 raise ValueError("FinchPress searches its delimiter in token ids: pass the prompt as input_ids")
-            order = torch.arange(new, device=call.tokens.ids.device)
-            last = torch.where(call.tokens.ids == self.delimiter, order, -1).amax(dim=1).to(self.size.device)
-            self.size = torch.where(last >= 0, new - 1 - last, self.size)
-        kept = int(self.size.max()) if self.window is None else self.window
-        queries = torch.cat([self.queries, call.queries], dim=2)
-        self.queries = queries[:, :, queries.shape[2] - min(max(0, kept), queries.shape[2]) :].clone()
+            new = real.shape[1]
+            order = torch.arange(new, device=real.device)
+            last = torch.where((call.tokens.ids.to(real.device) == self.delimiter) & real, order, -1).amax(dim=1)
+            later = (real & (order > last[:, None])).sum(dim=1)
+            self.size = torch.where(last >= 0, later, self.size)
+        self.queries, _ = append_real(self.queries, None, call.queries, real, max(1, int(self.size.max())))
 
-    def sizes(self, rows: list[int], seen: int) -> Tensor:
+    def sizes(self, rows: list[int]) -> Tensor:
         """Return the number of tokens of each row's question, `[b]`.
 
         Raises:
@@ -189,7 +194,7 @@ class QuestionQueries(Observer):
         """
         assert self.size is not None  # noqa: S101 - a prompt has been read
         if self.window is not None:
-            return torch.full((len(rows),), min(self.window, seen), device=self.size.device)
+            return self.size[rows].clamp_min(1)
         sizes = self.size[rows]
         if bool((sizes < 1).any()):
             row = rows[int((sizes < 1).nonzero()[0])]

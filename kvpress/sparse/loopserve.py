@@ -26,7 +26,7 @@ from kvpress.core.selector import RESIDUAL, TILE, Budget, Selector
 from kvpress.kernels import Tiles
 from kvpress.observe.call import LayerCall
 from kvpress.observe.observer import Wanted
-from kvpress.observe.queries import RecentQueries
+from kvpress.observe.queries import RecentColumns
 from kvpress.sparse.base import SelectorPress
 from kvpress.sparse.lines import covering_lines, slash_scores
 from kvpress.sparse.tiling import BlockGrid, EstimatedPress, capped
@@ -104,7 +104,7 @@ class LoopServePress(EstimatedPress, SelectorPress):
         return Tiles(capped(crossed, scores, grid, self.max_density, single), self.block, single)
 
 
-class LoopScores(RecentQueries):
+class LoopScores(RecentColumns):
     """Scores all pairs by the newest `size` queries, at the end of a turn and after every `every` generated tokens.
 
     Scores are a side array of the pairs, named after the settings. A score is the largest log of the mean attention that a pair
