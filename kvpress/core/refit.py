@@ -44,10 +44,10 @@ class Target:
     """Logits of learned sinks `[M]`; None without sinks."""
 
 
-def asked(view: View, observed: Wanted, most: int | None = None) -> Iterator[tuple[Tensor, Tensor | None]]:
+def asked(view: View, observed: Wanted, limit: int | None = None) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Yield the sampled queries `[M, D]` of the GQA group of every stream of a view, and their sinks `[M]`.
 
-    Queries of a prompt are rotated to the positions that follow it. With `most`, no head has more queries; those that are left
+    Queries of a prompt are rotated to the positions that follow it. With `limit`, no head has more queries; those that remain
     are spread evenly, too.
     """
     call, observer = view.call, view.observer(observed)
@@ -62,7 +62,7 @@ def asked(view: View, observed: Wanted, most: int | None = None) -> Iterator[tup
     for index, row in enumerate(view.rows):
         real = observer.order[row].isfinite()
         for head in range(view.shape[1]):
-            sampled = grouped[index, head][:, real][:, :most]  # in the order of their hashes
+            sampled = grouped[index, head][:, real][:, :limit]  # in the order of their hashes
             logits = None if sinks is None else sinks[head].to(sampled.device).repeat_interleave(sampled.shape[1])
             yield sampled.flatten(0, 1), logits
 

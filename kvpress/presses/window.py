@@ -11,9 +11,10 @@ from kvpress.observe.view import View
 def newest_pairs(view: View, size: int) -> int:
     """Return how many of the pairs of a head, the last ones, are among the `size` newest tokens.
 
-    A view of a chunk of the pairs may hold fewer of them, or none.
+    A view of a chunk of the pairs may hold fewer of them, or none. In a call by hand, a view of some pairs holds those that an
+    earlier press has kept, of which the last ones count.
     """
-    if view.index is None:
+    if view.index is None or view.call.by_hand:
         return min(size, view.length)
     return int((view.positions[0, 0] >= view.seen - size).sum())
 
