@@ -268,7 +268,7 @@ def test_a_partial_cache_verifies_like_its_press_and_the_full_cache_ends_exact()
         ({"verify": "quest"}, TypeError, "verify must be"),
         ({"inputs": {"input_ids": torch.ones(1, 4), "pixels": 1}}, ValueError, "got also pixels"),
         ({"inputs": "text"}, TypeError, "inputs must be token ids"),
-        ({"inputs": torch.rand(1, 4)}, TypeError, "input_ids must be integers, the ids of tokens, got torch.float32"),
+        ({"inputs": torch.ones(1, 4)}, TypeError, "input_ids must be integers, the ids of tokens, got torch.float32"),
         (
             {"press": "rocketkv:share=0.25", "draft": PARTIAL},
             ValueError,
