@@ -22,7 +22,7 @@ from rich.console import Console
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 
-PRESSES = ("none", "streaming_llm:0.5", "adakv(snapkv:0.5)", "kivi:bits=4,residual_length=16")
+PRESSES = ("none", "streaming_llm:0.5", "adakv(snapkv:0.5,window_size=16)", "kivi:bits=4,residual_length=16")
 
 CUT = "all => all.filter(e => e.scrollWidth > e.clientWidth + 1).map(e => e.outerHTML.slice(0, 80))"
 """Elements with a part outside their edges."""
@@ -66,7 +66,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory, report: Path) -> Path:
-    presses = ("streaming_llm:0.5", "adakv(snapkv:0.5)")
+    presses = ("streaming_llm:0.5", "adakv(snapkv:0.5,window_size=16)")
     text = "The code for paint is 8392. A school and a valley falls slowly. The king waits beside the tree. " * 4
     results = show(RunConfig(presses=presses, lengths=(16,), threads=1), text, None)
     answers = compare_answers(read_runs([report.parent]).cells, *presses)
