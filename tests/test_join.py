@@ -38,7 +38,7 @@ SPECS = {
     "a gate for each pair": "decoding(kvzap:model_type=linear,weights={networks}):compression_interval=5,target_size=30",
     "weighted": "sample(knorm:0.5) + rotated:bits=4",
     "rewritten": "key_rerotation(knorm:0.5)",
-    "merged while decoding": "decoding(cam(knorm):merge_budget=4):compression_interval=5,target_size=30",
+    "merged while decoding": "cam(knorm):merge_budget=4,compression_interval=5,target_size=30",
     "conversation": "conversation(snapkv:window_size=4):budget=40,interval=8 + {kivi}",
     "kvquant": "kvquant:bits=4,calibration={levels},residual_length=4",
     "squat": "squat:bits=4,block_size=4,group_size=4,residual_length=4",

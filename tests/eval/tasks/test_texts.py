@@ -106,7 +106,7 @@ def test_files_are_text_or_lines_with_text(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("a.txt", b" \n", "holds no words"),
-        ("a.txt", b"\xff\xfe\xff", "cannot read text file"),
+        ("a.txt", b"\xff\xfe\xff", "is not a text in UTF-8"),
         ("a.jsonl", b'{"text": "a"}\n{"texts": "b"}\n', "line 2: expected a JSON object with a `text`"),
     ],
 )
