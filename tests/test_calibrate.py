@@ -188,6 +188,22 @@ def test_weights_are_clipped_and_scaled() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "message"),
+    [
+        (CoupledSettings(4), "coupled must be two integers, for keys and for values, such as .4, 4., got 4"),
+        (CoupledSettings((4, 4), bits=(8,)), "bits must be two integers"),
+        (CoupledSettings((4, 4.0)), "coupled must be two integers"),
+        (CoupledSettings(seed=-1), "seed must be >= 0"),
+    ],
+)
+def test_pairs_of_settings_are_checked_before_the_model_reads(
+    settings: CoupledSettings, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        calibrate(tiny_model("llama"), tokens(2, 60), settings, tmp_path / "books.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
     [(CoupledSettings((3, 4)), "coupled must divide the head dim 32"), (CoupledSettings(bits=(8, 7)), "bits must be one of"),
      (CoupledSettings(iterations=0), "iterations"), (LevelSettings(outliers=1.0), r"outliers must be in \[0, 1\), got 1.0")],
 )  # fmt: skip

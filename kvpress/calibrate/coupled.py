@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpress.calibrate.pairs import SINKS, FitsPairs, PairRecorder, balance
-from kvpress.core.checks import Count, check_fields
+from kvpress.core.checks import Count, Size, check_fields
 from kvpress.core.model import ModelFacts
 from kvpress.quant.coupled import METHOD, check_coupling
 from kvpress.quant.kmeans import kmeans
@@ -31,7 +31,7 @@ class CoupledSettings(FitsPairs):
     """Whether every vector is weighted by its squared gradient of the language-modelling loss."""
     iterations: Count = 100
     """Rounds of k-means."""
-    seed: int = 0
+    seed: Size = 0
     """Random seed."""
 
     method: ClassVar[str] = METHOD
@@ -42,6 +42,9 @@ class CoupledSettings(FitsPairs):
 
     def check(self, model: ModelFacts) -> None:
         check_fields(self)
+        for name, pair in (("coupled", self.coupled), ("bits", self.bits)):
+            if not isinstance(pair, (tuple, list)) or [type(number) for number in pair] != [int, int]:
+                raise TypeError(f"{name} must be two integers, for keys and for values, such as (4, 4), got {pair!r}")
         for layer in model.layers:
             check_coupling(layer.head_dim, self.coupled, self.bits)
 
