@@ -432,9 +432,13 @@ def test_the_page_of_every_press_shows_the_figures_of_presses_with_a_file() -> N
     assert to_markdown(cell["rows"]).strip() in Path("docs/accuracy.md").read_text()
 
 
-@pytest.mark.parametrize("names", [("", "_rotated"), ("_budgeted",), ("_selectors",)], ids=str)
+@pytest.mark.parametrize(
+    "names",
+    [("1024", "1024_rotated"), ("1024_budgeted",), ("1024_essays",), ("2048_budgeted",), ("1024_selectors",)],
+    ids=str,
+)
 def test_the_page_on_a_pretrained_model_shows_the_committed_figures(names: tuple[str, ...]) -> None:
-    records = [json.loads(Path(f"benchmarks/results/recall_smollm2_1024{name}.json").read_text()) for name in names]
+    records = [json.loads(Path(f"benchmarks/results/recall_smollm2_{name}.json").read_text()) for name in names]
     assert to_markdown(recall_table.joined(records)["rows"]).strip() in Path("docs/real-models.md").read_text()
 
 
