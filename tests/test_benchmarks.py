@@ -434,7 +434,14 @@ def test_the_page_of_every_press_shows_the_figures_of_presses_with_a_file() -> N
 
 @pytest.mark.parametrize(
     "names",
-    [("1024", "1024_rotated"), ("1024_budgeted",), ("1024_essays",), ("2048_budgeted",), ("1024_selectors",)],
+    [
+        ("1024", "1024_rotated"),
+        ("1024_budgeted",),
+        ("1024_essays",),
+        ("2048_budgeted",),
+        ("4096_budgeted",),
+        ("1024_selectors",),
+    ],
     ids=str,
 )
 def test_the_page_on_a_pretrained_model_shows_the_committed_figures(names: tuple[str, ...]) -> None:
