@@ -134,6 +134,21 @@ def how_to_make(path: str | Path, method: str | None = None) -> str:
     return f"make it with `kvpress calibrate {method or 'METHOD'} --model ... --data ... --out {path}`"
 
 
+def read_json_object(path: Path, remedy: str) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Raises:
+        ValueError: the file is damaged, or holds something else; the message ends with `remedy`.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}; {remedy}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}; {remedy}")
+    return content
+
+
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file atomically: a crash leaves the old file or none."""
     partial_file = path.with_name(path.name + ".part")

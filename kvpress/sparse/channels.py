@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpress.core import calibration as calibration
-from kvpress.core.calibration import Calibration, how_to_make, write_whole
+from kvpress.core.calibration import Calibration, how_to_make, read_json_object, write_whole
 from kvpress.core.checks import check_count
 from kvpress.core.model import LayerFacts, ModelFacts
 from kvpress.counts import few
@@ -98,12 +98,7 @@ def read_official(path: str | Path, model: ModelFacts, key: str = "qk") -> dict[
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no channel file {str(path)!r}; {how_to_make(path, METHOD)}")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object of orderings, not {type(content).__name__}")
+    content = read_json_object(path, how_to_make(path, METHOD))
     file_names = {name for name in content if name.endswith(f".{key}_proj")}
     model_names = {f"{_module(i)}.{key}_proj" for i in range(model.depth)}
     names = {layer.index: f"{_module(layer.cache_index)}.{key}_proj" for layer in model.growing}

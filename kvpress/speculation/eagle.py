@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
+from kvpress.core.calibration import read_json_object
 from kvpress.core.checks import Range
 from kvpress.kernels.formats.rotary import rotate_halves
 
@@ -105,7 +105,7 @@ class EagleHead:
             raise FileNotFoundError(
                 f"{folder} must be a folder with config.json and {' or '.join(WEIGHT_FILES)}: download the head first"
             )
-        config = _read_settings(settings)
+        config = read_json_object(settings, "download the head again")
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         if not isinstance(rope, dict):
             raise ValueError(f"{settings}: rope_parameters must be a JSON object, got {rope!r}")
@@ -208,17 +208,6 @@ class Pairs:
             stored[:, :, self.length : end] = new
         self.length = end
         return self.memory[0][:, :, :end], self.memory[1][:, :, :end]
-
-
-def _read_settings(path: Path) -> dict[str, Any]:
-    """Return the configuration in a file; ValueError if it is damaged."""
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}; download the head again") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(config).__name__}; download the head again")
-    return config
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:
