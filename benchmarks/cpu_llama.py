@@ -76,6 +76,33 @@ def write_model(model: Any, path: Path) -> None:
             weight = neighbours(by_head).swapaxes(1, 2).reshape(weight.shape)
         kind = gguf.GGMLQuantizationType.F32 if weight.ndim == 1 else gguf.GGMLQuantizationType.BF16
         writer.add_tensor(to, gguf.quants.quantize(np.ascontiguousarray(weight), kind), raw_dtype=kind)
+    write(writer)
+
+
+def write_unquantised(source: Path, path: Path, dtype: str) -> None:
+    """Write the GGUF file `source` with its weights in `dtype`, float32 or bfloat16."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(path, str(reader.fields[gguf.Keys.General.ARCHITECTURE].contents()))
+    written_by_writer = (gguf.Keys.General.ARCHITECTURE, gguf.Keys.General.FILE_TYPE)
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name not in written_by_writer:
+            writer.add_key_value(
+                name, field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None
+            )
+    wide, file_type = {
+        "float32": (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),
+        "bfloat16": (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
+    }[dtype]
+    writer.add_file_type(file_type)
+    for tensor in reader.tensors:
+        weight = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        kind = wide if len(tensor.shape) > 1 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(tensor.name, gguf.quants.quantize(weight, kind), raw_dtype=kind)
+    write(writer)
+
+
+def write(writer: gguf.GGUFWriter) -> None:
+    """Write the file of a writer that has all fields and tensors."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -121,6 +148,15 @@ class Context:
     def clear(self) -> None:
         """Clear the cache."""
         lib.llama_memory_seq_rm(lib.llama_get_memory(self.context), 0, -1, -1)
+
+    def crop(self, tokens: int) -> None:
+        """Keep the first `tokens` tokens of the cache."""
+        if not lib.llama_memory_seq_rm(lib.llama_get_memory(self.context), 0, tokens, -1):
+            raise RuntimeError(f"llama.cpp does not remove the tokens from {tokens} on")
+
+    def saved_bytes(self) -> int:
+        """Return the bytes of the cached tokens."""
+        return int(lib.llama_state_seq_get_size(self.context, 0))
 
     def restore(self, pairs: Array) -> int:
         """Store keys and values [LAYERS, 2, HEADS, T, D] in the layout of transformers; return their bytes.
@@ -170,7 +206,7 @@ class Context:
         return size
 
     def _saved(self) -> bytes:
-        size = lib.llama_state_seq_get_size(self.context, 0)
+        size = self.saved_bytes()
         buffer = (ctypes.c_uint8 * size)()
         lib.llama_state_seq_get_data(self.context, buffer, size, 0)
         return bytes(buffer)

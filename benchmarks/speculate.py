@@ -34,7 +34,7 @@ from transformers import TextStreamer
 
 import kvpress
 from benchmarks.handover import build, write_rows
-from benchmarks.real_decode import PLAIN, Contender, fill, ratios
+from benchmarks.real_decode import PLAIN, InTorch, ratios
 from kvpress import Draft, PartialVerification, RetrievedChunks, RetrievedPassages
 from kvpress.hf.models import with_cache
 
@@ -96,28 +96,30 @@ def source_text(tokenizer: Any, length: int) -> Tensor:
 
 
 @torch.no_grad()
-def passes(model: Any, contender: Contender, tokens: Tensor, start: int, steps: int = 4) -> float:
+def passes(contender: InTorch, tokens: Tensor, start: int, steps: int = 4) -> float:
     """Return the median seconds of a pass of `tokens [1, n]` behind a copy of a cache; the first of them is not counted."""
     cache, times = copy.deepcopy(contender.cache), []
-    with contender.block(model):
+    with contender.block():
         for step in range(steps + 1):
             first = start + step * tokens.shape[1]
             positions = torch.arange(first, first + tokens.shape[1])[None]
             began = time.perf_counter()
-            model(tokens, position_ids=positions, use_cache=True, **with_cache(cache))
+            contender.model(tokens, position_ids=positions, use_cache=True, **with_cache(cache))
             times.append(time.perf_counter() - began)
     return statistics.median(times[1:])
 
 
 def costs(model: Any, ids: Tensor, presses: Sequence[str], proposed: int, rounds: int) -> dict[str, list[float]]:
     """Return the times of draft steps, by press, and of a verification, as multiples of a plain step: median and range."""
-    contenders, _ = fill(model, ids[:, :-1], list(presses), 1)
+    contenders = {name: InTorch(model, name) for name in (PLAIN, *presses)}
+    for contender in contenders.values():
+        contender.read(ids[:, :-1])
     newest, after = ids[:, -1:], ids.shape[1] - 1
     times: dict[str, list[float]] = {}
     for _ in range(rounds):
-        for name in (PLAIN, *presses):
-            times.setdefault(name, []).append(passes(model, contenders[name], newest, after))
-        verified = passes(model, contenders[PLAIN], newest.expand(1, proposed + 1), after)
+        for name, contender in contenders.items():
+            times.setdefault(name, []).append(passes(contender, newest, after))
+        verified = passes(contenders[PLAIN], newest.expand(1, proposed + 1), after)
         times.setdefault(VERIFICATION, []).append(verified)
     over_plain = {name: ratios(seconds, times[PLAIN]) for name, seconds in times.items() if name != PLAIN}
     return {name: [statistics.median(over), over[0], over[-1]] for name, over in over_plain.items()}

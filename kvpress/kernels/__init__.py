@@ -35,6 +35,7 @@ from kvpress.kernels.formats.offset import Offset
 from kvpress.kernels.formats.operand import Listed, Options, Part, Ranges, Rows, Side, Where
 from kvpress.kernels.formats.packed import Packed
 from kvpress.kernels.formats.packing import BITS, CODE_BITS, check_packing, pack, row_step, unpack
+from kvpress.kernels.formats.pages import Pages
 from kvpress.kernels.formats.rotary import STEP, Rotary, per_pair, rotate_halves
 from kvpress.kernels.prefill.contract import Tiles
 
@@ -53,6 +54,7 @@ __all__ = [
     "Offset",
     "Options",
     "Packed",
+    "Pages",
     "Part",
     "Ranges",
     "Rotary",

@@ -24,6 +24,7 @@ from kvpress.kernels.formats.dense import Dense
 from kvpress.kernels.formats.offset import Products
 from kvpress.kernels.formats.operand import Listed, Options, Part, Ranges, Rows, Where
 from kvpress.kernels.formats.packed import Packed
+from kvpress.kernels.formats.pages import Pages
 from kvpress.kernels.mass import contract as mass
 from kvpress.kernels.mass import cpu as mass_cpu
 from kvpress.kernels.mass import reference as mass_reference
@@ -500,19 +501,7 @@ def split_rows(chosen: Listed, segments: Sequence[Ranges], longest: Sequence[int
 
 
 def page_rows(
-    q: Tensor,
-    low: Tensor,
-    high: Tensor,
-    pages: Ranges,
-    pairs: Ranges,
-    size: int,
-    k: int,
-    *,
-    capacity: int | None = None,
-    longest: int,
-    first: int = 0,
-    last: int = 0,
-    limits: Tensor | None = None,
+    q: Tensor, pages: Pages, k: int, *, first: int = 0, last: int = 0, limits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """List the rows of the k pages of each stream with the largest bounds: `rows_of_blocks` of `top_rows` of `page_bounds`.
 
@@ -520,34 +509,32 @@ def page_rows(
 
     Args:
         q: queries [N, M, D]; float32, bfloat16 or float16.
-        low: channel-wise minimum of the keys of each page, as in `page_bounds`.
-        high: channel-wise maximum, as low.
-        pages: pages of each stream.
-        pairs: rows of each stream.
-        size: rows of a page.
+        pages: bounds of pages, and the pages and rows of each stream.
         k: pages to choose of each stream.
-        capacity: most pages that a stream can have; None reads the longest stream.
-        longest: most rows of a stream.
         first: pages at the start of a stream that are always chosen.
         last: pages at the end of a stream that are always chosen; k includes first and last.
         limits: pages to choose of each stream where streams differ, int64 [N].
 
     Returns:
         As `rows_of_blocks`.
+
+    Raises:
+        ValueError: shapes, dtypes or sizes do not match, or a stream refers to pages that are not stored.
     """
-    if launch.available(high) and len(q) >= torch.get_num_threads():
-        scoring.check_bounds(q, low, high, pages)
+    if launch.available(pages.high) and len(q) >= torch.get_num_threads():
+        scoring.check_queries(q)
         selection.check_numbers(q, k, first, last, limits)
-        selection.check_sizes(len(q), pages, pairs, size, longest)
-        capacity = scoring.capacity_of(pages, capacity)
-        scoring.check_capacity(pages, capacity)
+        query = q.shape[0], q.shape[2], q.device
+        if query not in pages.fits:
+            scoring.check_bounds(q, pages.low, pages.high, pages.where)
+            selection.check_sizes(len(q), pages.where, pages.pairs, pages.size, pages.longest)
+            scoring.check_capacity(pages.where, pages.capacity)
+            pages.fits.add(query)
         count("page_rows")
-        return selection_cpu.choose_by_bounds(
-            q, Dense(low), Dense(high), pages, pairs, size, k, capacity, longest, first, last, limits
-        )
-    bounds = page_bounds(q, low, high, pages, capacity=capacity)
-    rows, counts = top_rows(bounds, pages, k, first=first, last=last, limits=limits)
-    return rows_of_blocks(Listed(rows, counts), pages, pairs, size, longest=longest)
+        return selection_cpu.choose_by_bounds(q, pages, k, first, last, limits)
+    bounds = page_bounds(q, pages.low, pages.high, pages.where, capacity=pages.capacity)
+    rows, counts = top_rows(bounds, pages.where, k, first=first, last=last, limits=limits)
+    return rows_of_blocks(Listed(rows, counts), pages.where, pages.pairs, pages.size, longest=pages.longest)
 
 
 def quantise(x: Tensor, bits: int, group: tuple[int, int], *, dtype: torch.dtype | None = None) -> Packed:

@@ -51,12 +51,16 @@ class BlockSelector(Selector):
         """Return scores `[q * N, most blocks]` of `queries [q * N, G, D]`, -inf past a stream's end, and the blocks' layout."""
         raise NotImplementedError
 
-    def best(self, call: LayerCall, queries: Tensor, index: Any, pairs: Ranges) -> Chosen | None:
-        """Return the pairs of the best blocks among `pairs`, the rows of each query stream; None if all are read."""
+    def best(self, call: LayerCall, queries: Tensor, index: Any, joined: bool) -> Chosen | None:
+        """Return the pairs of the best blocks for each query stream; None if all are read.
+
+        Pairs are named by their row in the only segment, or, if they are `joined` from several, by their rank in the stream.
+        """
         scores, blocks = self.worth(call, queries, index)
         if self.budget.reads_all([blocks], self.unit):
             return None
         block_ranges = Ranges(*spans_of(blocks, queries))
+        pairs = pair_ranges(index, queries, joined)
         asked = self.budget.asked(block_ranges.lengths, [blocks], self.unit)
         if self.splits_recent(index.pairs):
             scores, asked = self._with_recent(scores, block_ranges.lengths, pairs.lengths, asked)
@@ -95,21 +99,24 @@ class BlockSelector(Selector):
 
     def choose(self, call: LayerCall, queries: Tensor, first: int = 0) -> Selection:
         del first
-        index = self._index(call.store)
         layouts = [segment.layout for segment in call.store.segments]
-        starts, lengths = spans_of(index.pairs, queries)
-        # Over several segments, ranks are listed first.
-        pairs = Ranges(starts if len(layouts) == 1 else torch.zeros_like(starts), lengths)
-        best = self.best(call, queries, index, pairs)
+        joined = len(layouts) > 1
+        best = self.best(call, queries, self._index(call.store), joined)
         if best is None:
             return None
-        return [[best] if len(layouts) == 1 else split_ranks(best.rows, best.counts, layouts)]
+        return [split_ranks(best.rows, best.counts, layouts) if joined else [best]]
 
     def _index(self, store: KVStore) -> BlockIndex:
         index: BlockIndex | None = store.index.get(self.name)
         if index is None or index.pairs.total != sum(segment.layout.total for segment in store.segments):
             index = store.index[self.name] = self.build(store.segments, index)
         return index
+
+
+def pair_ranges(index: BlockIndex, queries: Tensor, joined: bool) -> Ranges:
+    """Return the indexed pairs of each stream of `queries [q * N, G, D]`: rows of one segment, or ranks over several."""
+    starts, lengths = spans_of(index.pairs, queries)
+    return Ranges(torch.zeros_like(starts) if joined else starts, lengths)
 
 
 def pairs_of(segments: Sequence[Segment]) -> Layout:

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,10 +19,10 @@ from kvpress.cache.selection import Chosen
 from kvpress.core.checks import Count, Size
 from kvpress.core.registry import register
 from kvpress.core.selector import Budget, spans_of
-from kvpress.kernels import Ranges, page_bounds, page_rows
+from kvpress.kernels import Pages, Ranges, page_bounds, page_rows
 from kvpress.observe.call import LayerCall
 from kvpress.sparse.base import SelectorPress
-from kvpress.sparse.blocks import BlockSelector, merged_order, pairs_of
+from kvpress.sparse.blocks import BlockSelector, merged_order, pair_ranges, pairs_of
 
 
 @register("quest", "select", "Tang et al., 2024, arXiv:2406.10774", example="quest:budget=1024", status="recommended")
@@ -80,6 +81,8 @@ class PageIndex:
     """Pages of each stream."""
     pairs: Layout
     """Indexed pairs of each stream."""
+    _operands: dict[tuple[int, bool], Pages] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Operands of `page_rows` by number of query streams, and whether segments are joined; built once, read at every token."""
 
     @classmethod
     def build(cls, segments: Sequence[Segment], size: int, previous: PageIndex | None = None) -> PageIndex:
@@ -99,6 +102,26 @@ class PageIndex:
     def tensors(self) -> list[Tensor]:
         """Return the stored tensors, for the memory report."""
         return [self.low, self.high]
+
+    def written(self) -> dict[str, Any]:
+        """Return the state for a file."""
+        return {name: value for name, value in vars(self).items() if name != "_operands"} | {"_operands": {}}
+
+    def operand(self, queries: Tensor, size: int, joined: bool) -> Pages:
+        """Return the pages of `size` pairs as an operand for `queries [q * N, G, D]`; `joined` as in `BlockSelector.best`."""
+        key = len(queries), joined
+        if key not in self._operands:
+            pages = Ranges(*spans_of(self.layout, queries))
+            self._operands[key] = Pages(
+                self.low,
+                self.high,
+                pages,
+                pair_ranges(self, queries, joined),
+                size,
+                self.pairs.longest,
+                self.layout.longest,
+            )
+        return self._operands[key]
 
 
 def _bounds(
@@ -143,15 +166,11 @@ class QuestSelector(BlockSelector):
         pages = Ranges(*spans_of(index.layout, queries))
         return page_bounds(queries, index.low, index.high, pages, capacity=index.layout.longest), index.layout
 
-    def best(self, call: LayerCall, queries: Tensor, index: PageIndex, pairs: Ranges) -> Chosen | None:
+    def best(self, call: LayerCall, queries: Tensor, index: PageIndex, joined: bool) -> Chosen | None:
         if self.splits_recent(index.pairs):
-            return super().best(call, queries, index, pairs)
+            return super().best(call, queries, index, joined)
         layouts = [index.layout]
         if self.budget.reads_all(layouts, self.unit):
             return None
-        pages = Ranges(*spans_of(index.layout, queries))
-        rows, counts = page_rows(
-            queries, index.low, index.high, pages, pairs, self.unit, capacity=index.layout.longest,
-            longest=index.pairs.longest, **self.budget.asked(pages.lengths, layouts, self.unit),
-        )  # fmt: skip
-        return Chosen(rows, counts)
+        pages = index.operand(queries, self.unit, joined)
+        return Chosen(*page_rows(queries, pages, **self.budget.asked(pages.where.lengths, layouts, self.unit)))

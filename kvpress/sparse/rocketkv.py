@@ -16,7 +16,6 @@ from kvpress.core.press import BasePress
 from kvpress.core.recipe import Recipe
 from kvpress.core.registry import EVERY_SUITE, Exemption, register
 from kvpress.core.selector import Budget
-from kvpress.kernels import Ranges
 from kvpress.observe.call import LayerCall
 from kvpress.presses.snapkv import SnapKVPress
 from kvpress.sparse.quest import PageIndex, QuestSelector
@@ -97,8 +96,8 @@ class ChannelPages(QuestSelector):
         super().__init__(budget, page_size)
         self.channels = channels
 
-    def best(self, call: LayerCall, queries: Tensor, index: PageIndex, pairs: Ranges) -> Chosen | None:
-        return super().best(call, in_largest_channels(queries, self.channels), index, pairs)
+    def best(self, call: LayerCall, queries: Tensor, index: PageIndex, joined: bool) -> Chosen | None:
+        return super().best(call, in_largest_channels(queries, self.channels), index, joined)
 
 
 def in_largest_channels(queries: Tensor, channels: int) -> Tensor:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from kvpress.cache.attention import Logits, attend, merge
 from kvpress.cache.layout import Layout
 from kvpress.cache.segment import DenseSegment
-from kvpress.kernels import Ranges, page_bounds
+from kvpress.kernels import Pages, Ranges, page_bounds, page_rows
 from kvpress.sparse.base import SelectorPress
 from kvpress.sparse.infllm_v2 import InfLLMv2Press
 from kvpress.sparse.quest import PageIndex, QuestPress
@@ -119,3 +120,17 @@ def test_a_budget_below_a_page_is_refused() -> None:
         ValueError, match="budget must be >= 16, got 8: a page has page_size=16 pairs; raise budget, or lower"
     ):
         QuestPress(8)
+
+
+def test_an_operand_is_built_once_for_each_number_of_queries() -> None:
+    pairs = segment([40, 40])
+    index = PageIndex.build([pairs], 4)
+    one, two = torch.randn(2, 2, 16), torch.randn(4, 2, 16)
+    first = index.operand(one, 4, joined=False)
+    assert index.operand(torch.randn(2, 2, 16), 4, joined=False) is first
+    assert [index.operand(q, 4, joined) is first for q, joined in ((two, False), (one, True))] == [False, False]
+    expected = page_rows(one, Pages(index.low, index.high, first.where, first.pairs, 4, 40, 10), 3)
+    assert all(map(torch.equal, page_rows(one, first, 3), expected))
+    copied = copy.deepcopy(index)
+    assert all(map(torch.equal, page_rows(one, copied.operand(one, 4, joined=False), 3), expected))
+    assert index.written()["_operands"] == {}

@@ -33,7 +33,7 @@ Side: TypeAlias = Dense | Packed | Coded
 _WEIGHTS = torch.float32, torch.float16
 
 
-class _Caching:
+class Caching:
     """Base of dataclasses that cache their packed C struct; copies drop the cache, which holds addresses of tensors."""
 
     def __getstate__(self) -> dict[str, object]:
@@ -41,7 +41,7 @@ class _Caching:
 
 
 @dataclass(frozen=True)
-class Rows(_Caching):
+class Rows(Caching):
     """Stored pairs of keys and values, both in the same format.
 
     Reuse the object for rows that are read many times: it caches its argument checks and its packed C struct.
@@ -91,10 +91,16 @@ class Rows(_Caching):
         """Whether keys or values are stored in another basis."""
         return self.key_basis is not None or self.value_basis is not None
 
-    def bases(self) -> tuple[Field, ...]:
-        """Return the fields of ``Bases`` in cpu/basis.h; tensors that are not contiguous are copied."""
+    @cached_property
+    def _bases(self) -> tuple[Field, ...]:
+        """Fields of ``Bases`` in cpu/basis.h; tensors that are not contiguous are copied."""
         sides = (self.key_basis, self.keys.channels), (self.value_basis, self.values.channels)
         return tuple(field for basis, channels in sides for field in (basis or Basis()).fields(channels))
+
+    @cached_property
+    def bases_structure(self) -> bytes:
+        """C struct ``Bases`` of cpu/basis.h, packed."""
+        return packed(self._bases)
 
     @cached_property
     def _fits(self) -> set[tuple[int, torch.device]]:
@@ -265,7 +271,7 @@ def _owners(where: Where) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Part(_Caching):
+class Part(Caching):
     """Stored rows and the rows of each stream; reuse the object for rows that are read many times, as with `Rows`."""
 
     rows: Rows
@@ -318,12 +324,12 @@ class Part(_Caching):
         """C struct of `fields` and of those of the rows, packed."""
         return packed(self.fields) + self.rows.structure
 
-    def structure_of(self, entry: int, added: tuple[Field, ...], bases: tuple[Field, ...]) -> bytes:
+    def structure_of(self, entry: int, added: tuple[Field, ...]) -> bytes:
         """Return the struct ``Parts::Part`` of cpu/parts.h and `structure`, for the entry point at an address.
 
-        `added` holds the fields of ``Added`` in cpu/problem.h, `bases` those of ``Bases`` in cpu/basis.h.
+        `added` holds the fields of ``Added`` in cpu/problem.h.
         """
-        return packed((entry, len(self.structure), *added, *bases)) + self.structure
+        return packed((entry, len(self.structure), *added)) + self.rows.bases_structure + self.structure
 
 
 def _check_index(stream: Tensor | None, q: Tensor) -> None:

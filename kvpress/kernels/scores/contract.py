@@ -31,7 +31,7 @@ _REDUCTIONS = ("max", "sum")
 
 def check_bounds(q: Tensor, low: Tensor, high: Tensor, where: Ranges) -> None:
     """Refuse pages that do not fit queries, or each other."""
-    _check_queries(q)
+    check_queries(q)
     Dense(high).check("high", high.shape[0], q.shape[2])
     checks.shape("low", low, tuple(high.shape), high.dtype)
     if low.stride() != high.stride():
@@ -44,7 +44,7 @@ def check_labels(q: Tensor, labels: Dense | Packed, where: Ranges, reduce: str) 
     """Refuse labels that do not fit queries."""
     if reduce not in _REDUCTIONS:
         raise ValueError(f"reduce must be one of {list(_REDUCTIONS)}, got {reduce!r}")
-    _check_queries(q)
+    check_queries(q)
     if isinstance(labels, Packed):
         if labels.bits not in LABEL_BITS:
             raise ValueError(f"labels.bits must be one of {LABEL_BITS}, got {labels.bits}")
@@ -75,7 +75,8 @@ def check_capacity(where: Ranges, capacity: int) -> None:
         )
 
 
-def _check_queries(q: Tensor) -> None:
+def check_queries(q: Tensor) -> None:
+    """Refuse queries of another shape or dtype, or none."""
     checks.shape("q", q, ("N", "M", "D"), *checks.FLOATS)
     if q.shape[1] < 1:
         raise ValueError("q must hold at least one query per stream")

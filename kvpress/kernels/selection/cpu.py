@@ -13,6 +13,7 @@ from kvpress.kernels.formats.dense import Dense
 from kvpress.kernels.formats.fields import Field
 from kvpress.kernels.formats.operand import Ranges
 from kvpress.kernels.formats.packed import Packed
+from kvpress.kernels.formats.pages import Pages
 from kvpress.kernels.scores import cpu as scores_cpu
 from kvpress.kernels.selection.contract import refusal
 
@@ -56,26 +57,21 @@ def choose_by_labels(
 
 def choose_by_bounds(
     q: Tensor,
-    low: Dense,
-    high: Dense,
-    pages: Ranges,
-    pairs: Ranges,
-    size: int,
+    pages: Pages,
     k: int,
-    capacity: int,
-    longest: int,
     first: int = 0,
     last: int = 0,
     limits: Tensor | None = None,
     level: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run the kernel that stores no bounds on checked arguments; arguments and results as in `kvpress.kernels.page_rows`."""
-    chosen = _Chosen((len(q), capacity), k)
-    rows = torch.empty(len(q), min(chosen.rows.shape[1] * size, longest), dtype=torch.int32)
+    (low, high), where, pairs = pages.bounds, pages.where, pages.pairs
+    chosen = _Chosen((len(q), pages.capacity), k)
+    rows = torch.empty(len(q), min(chosen.rows.shape[1] * pages.size, pages.longest), dtype=torch.int32)
     counts = torch.empty(len(q), dtype=torch.int64)
-    scored = scores_cpu.fields(q, low, high, pages, "max", capacity, None)
-    listed = pairs.starts.contiguous(), pairs.lengths.contiguous(), rows, counts, size, rows.shape[1]
-    fields = *scored, *chosen.fields(None, pages, first, last, limits), *listed
+    scored = scores_cpu.fields(q, low, high, where, "max", pages.capacity, None)
+    listed = pairs.starts.contiguous(), pairs.lengths.contiguous(), rows, counts, pages.size, rows.shape[1]
+    fields = *scored, *chosen.fields(None, where, first, last, limits), *listed
     _run("kvpress_page_rows", fields, chosen, high, limits, level)
     return rows, counts
 
