@@ -427,8 +427,9 @@ def test_the_page_of_every_press_shows_the_committed_figures() -> None:
     assert tables.strip() in Path("docs/accuracy.md").read_text()
 
 
-def test_the_page_of_every_press_shows_the_figures_of_presses_with_a_file() -> None:
-    (cell,) = json.loads(Path("benchmarks/results/recall_smollm2_1024_fitted.json").read_text())["cells"]
+@pytest.mark.parametrize("name", ["fitted", "seen"])
+def test_the_page_of_every_press_shows_the_figures_of_smaller_studies(name: str) -> None:
+    (cell,) = json.loads(Path(f"benchmarks/results/recall_smollm2_1024_{name}.json").read_text())["cells"]
     assert to_markdown(cell["rows"]).strip() in Path("docs/accuracy.md").read_text()
 
 
