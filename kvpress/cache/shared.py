@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from hashlib import blake2b
+from typing import Any, TypeVar, cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -14,24 +17,35 @@ from kvpress.cache.storage import Held, Joint, RowChoice
 
 SharedT = TypeVar("SharedT", bound="SharedHeld")
 
+_alive: WeakValueDictionary[bytes, SharedHeld] = WeakValueDictionary()
+"""Storages that were made of others by a change, by the digest of these and of the change."""
+
 
 class SharedHeld(Held):
-    """Storage of two layers: a part of a segment of each.
+    """Storage that is a part of a segment in each of several layers.
 
-    Layers take rows, join and move their segments one after another. The layer that makes a change first leaves its result
-    here, and the other layer gets the same storage if it makes the same change; after different changes, the layers hold
-    copies. Copies of a cache share the storage itself.
+    Layers take rows, join and move their segments one after another. A layer that makes the same change as another one before
+    gets the storage that the other one got, as long as that is in use; layers that make different changes get copies. Copies
+    of a cache share the storage itself.
     """
 
+    @property
+    def key(self) -> bytes:
+        """Digest of the changes that made the storage; random for a new one."""
+        key: bytes = vars(self).setdefault("_key", uuid.uuid4().bytes)
+        return key
+
     def _once(self: SharedT, change: str, inputs: Sequence[Any], make: Callable[[], SharedT]) -> SharedT:
-        """Return `make()`, or the result of the other layer if it made the same change to equal inputs before."""
-        earlier = vars(self).pop("_result", None)
-        if earlier is not None and earlier[0] == change and _equal(earlier[1], inputs):
-            shared: SharedT = earlier[2]
-            return shared
-        result = make()
-        vars(self)["_result"] = change, tuple(inputs), result
-        return result
+        """Return `make()`, or the result of the same change with equal inputs, if it is in use."""
+        digest = blake2b(self.key + change.encode(), digest_size=16)
+        for value in inputs:
+            digest.update(_bytes_of(value))
+        result = _alive.get(digest.digest())
+        if result is None:
+            result = make()
+            vars(result)["_key"] = digest.digest()
+            _alive[result.key] = result
+        return cast(SharedT, result)
 
     def _take(self: SharedT, choice: RowChoice) -> SharedT:
         return self._once("take", [choice.rows, choice.layout.lengths], partial(super()._take, choice))
@@ -47,27 +61,21 @@ class SharedHeld(Held):
 
     def _move(self: SharedT, moves: Tensor) -> SharedT:
         del moves
-        return self  # slots are those of the segments
+        return self  # segments have the slots
 
     def __deepcopy__(self: SharedT, memo: dict[int, Any]) -> SharedT:
         return self
 
     def _twin(self: SharedT) -> SharedT:
         twin = super()._twin()
-        vars(twin).pop("_result", None)
+        vars(twin).pop("_key", None)
         return twin
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_result"}
 
-
-def _equal(first: Sequence[Any], second: Sequence[Any]) -> bool:
-    """Return whether all inputs of two changes are equal: tensors by value, storages by identity."""
-    return len(first) == len(second) and all(
-        a is b
-        if isinstance(a, Held)
-        else torch.equal(a, b)
-        if isinstance(a, Tensor) and isinstance(b, Tensor) and a.device == b.device
-        else type(a) is type(b) and not isinstance(a, Tensor) and a == b
-        for a, b in zip(first, second, strict=True)
-    )
+def _bytes_of(value: Any) -> bytes:
+    """Return bytes that are equal for equal inputs of a change."""
+    if isinstance(value, SharedHeld):
+        return value.key
+    if isinstance(value, Tensor):
+        return repr((value.dtype, tuple(value.shape))).encode() + value.cpu().contiguous().numpy().tobytes()
+    return repr(value).encode()

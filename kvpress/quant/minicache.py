@@ -23,11 +23,13 @@ from kvpress.core.recipe import Recipe
 from kvpress.core.registry import Refusal, register
 from kvpress.kernels import BITS, check_packing
 from kvpress.quant.press import check_channel_group
-from kvpress.quant.runs import Counts
+from kvpress.quant.runs import RowList
 from kvpress.quant.uniform import UniformRows, parameter_bytes
 
 DENSE_BITS = 16
 """Value of `bits` that stores directions in the dtype of the model."""
+ROW = 4
+"""Bytes of the number of a retained row."""
 FLAT = 1e-4
 """Sine of the angle below which directions count as parallel or opposite, and are interpolated linearly."""
 
@@ -169,20 +171,22 @@ class MergingCodec(JointCodec):
         """Merge rows `[R, D]` of both layers; codes have groups of so many rows and channels."""
         direction, angle = directions(lower, upper, self.interpolation)
         norms = torch.stack([rows.float().norm(dim=1) for rows in (lower, upper)], dim=1)
-        counts = torch.zeros(layout.total, dtype=torch.uint8, device=lower.device)
-        for n in range(layout.streams):
-            rows = layout.rows(n)
-            largest = angle[rows].topk(num_retained(rows.stop - rows.start, self.retained)).indices
-            counts[rows.start + largest] = 1
-        is_exact = counts.bool()
-        exact = torch.stack([lower[is_exact], upper[is_exact]], dim=1)
+        largest = []
+        for rows in map(layout.rows, range(layout.streams)):
+            count = num_retained(rows.stop - rows.start, self.retained)
+            largest.append(rows.start + angle[rows].topk(count).indices)
+        exact_rows = torch.cat(largest).sort().values
+        retained, exact = (
+            RowList(exact_rows.to(torch.int32)),
+            torch.stack([lower[exact_rows], upper[exact_rows]], dim=1),
+        )
+        direction = direction.to(lower.dtype)
         if self.bits != DENSE_BITS:
-            codes = UniformRows.encode(direction.to(lower.dtype), self.bits, group)
-            return MergedRows(norms.to(lower.dtype), Counts(counts), exact, codes=codes)
+            codes = UniformRows.encode(direction, self.bits, group)
+            return MergedRows(norms.to(lower.dtype), retained, exact, codes=codes)
         # The row of a retained token is free for its vector in the lower layer.
-        direction = torch.where(is_exact[:, None], lower.float(), direction)
-        norms = torch.where(is_exact[:, None], 1.0, norms)
-        return MergedRows(norms.to(lower.dtype), Counts(counts), exact[:, 1:].clone(), direction.to(lower.dtype))
+        direction[exact_rows], norms[exact_rows] = lower[exact_rows], 1.0
+        return MergedRows(norms.to(lower.dtype), retained, exact[:, 1:].clone(), direction)
 
     def pair_bytes(self, dim: int, dtype: torch.dtype) -> float:
         long = 2**20
@@ -190,14 +194,17 @@ class MergingCodec(JointCodec):
 
     def tile_bytes(self, pairs: int, dim: int, dtype: torch.dtype, generated: bool = False) -> float:
         del generated
-        both_layers = 2 * pairs * (2 * dtype.itemsize + 1)  # magnitudes and counts
-        num_exact = 2 * num_retained(pairs, self.retained) * dim * dtype.itemsize
+        item = dtype.itemsize
         if self.bits == DENSE_BITS:
-            both_layers += 2 * pairs * dim * dtype.itemsize + num_exact
+            directions_bytes, exact_bytes = 2 * dim * item, dim * item
         else:
             groups = dim / self.group + dim / min(self.group, dim)
-            both_layers += pairs * (2 * dim * self.bits / 8 + 2 * parameter_bytes(dtype) * groups) + 2 * num_exact
-        return both_layers / 2
+            directions_bytes, exact_bytes = (
+                2 * dim * self.bits / 8 + 2 * parameter_bytes(dtype) * groups,
+                2 * dim * item,
+            )
+        magnitudes, exact = 2 * 2 * item, 2 * num_retained(pairs, self.retained)
+        return (pairs * (directions_bytes + magnitudes) + exact * (exact_bytes + ROW)) / 2
 
 
 @dataclass(eq=False)
@@ -209,8 +216,8 @@ class MergedRows(SharedHeld):
 
     norms: Annotated[Tensor, per_pair("magnitudes")]
     """Magnitude of each row in each layer, `[R, 2]`."""
-    retained: Annotated[Counts, part("indexes")]
-    """1 for each retained row, else 0."""
+    retained: Annotated[RowList, part("indexes")]
+    """Retained rows."""
     exact: Annotated[Tensor, per_group("retained", axis="retained")]
     """Retained rows of both layers `[E, 2, D]`, or of the upper layer `[E, 1, D]`, if `direction` has those of the lower."""
     direction: Annotated[Tensor | None, per_pair("merged")] = None
@@ -227,14 +234,13 @@ class MergedRows(SharedHeld):
 
     def read(self, rows: Tensor | slice, member: int) -> Tensor:
         """Return restored rows `[n, D]` of the lower layer, 0, or the upper layer, 1."""
-        rows = row_numbers(rows, len(self.norms), self.device)
         direction = self.codes.read(rows) if self.direction is None else self.direction[rows]  # type: ignore[union-attr]
         restored = (direction.float() * self.norms[rows, member, None].float()).to(self.exact.dtype)
         column = member - 2 + self.exact.shape[1]
-        if column >= 0 and len(self.exact):
-            is_exact = self.retained.counts[rows] > 0
-            rank = self.retained.counts.cumsum(0)[rows[is_exact]] - 1
-            restored[is_exact] = self.exact[rank, column]
+        if column >= 0:
+            place = self.retained.places(row_numbers(rows, len(self.norms), self.device))
+            is_exact = place >= 0
+            restored[is_exact] = self.exact[place[is_exact], column]
         return restored
 
 

@@ -91,7 +91,7 @@ def test_retained_tokens_are_exact_in_both_layers(dtype: torch.dtype, bits: int)
 
 def test_keys_and_values_retain_tokens_of_their_own() -> None:
     part = merge(two_layers(), retained=0.2)[0]
-    assert not torch.equal(part.keys.retained.counts, part.values.retained.counts)
+    assert not torch.equal(part.keys.retained.rows, part.values.retained.rows)
 
 
 def test_at_one_the_upper_layer_keeps_its_directions() -> None:
@@ -193,9 +193,9 @@ def test_merged_layers_take_half_of_their_bytes() -> None:
     report = kvpress.memory_report(cache)
     assert report.total_bytes == held_bytes(cache)
     dim, layer_bytes = cache.layers[0].store.window.keys.shape[3], report.layers[0].uncompressed_bytes
-    # A row of keys or values has two magnitudes of 4 bytes and a count of 1 byte, beside `dim` numbers of 4 bytes.
+    # A row of keys or values has two magnitudes beside `dim` numbers, of 4 bytes each.
     merged_bytes = sum(layer.total_bytes for layer in report.layers[1:])
-    assert merged_bytes == pytest.approx(layer_bytes * (1 + 9 / (4 * dim)), abs=64)
+    assert merged_bytes == pytest.approx(layer_bytes * (1 + 2 / dim), abs=64)
     assert is_shared(cache)
 
 
