@@ -76,7 +76,7 @@ def settle_together(
         pairs = [layer_tiles.pairs for layer_tiles in tiles]
         with torch.no_grad(), torch.autocast(pairs[0].device.type, enabled=False):
             segments = codec.encode_together(pairs, sealings)
-        encoders = [lambda *_, segment=segment: segment for segment in segments]  # type: ignore[misc]
+        encoders = [lambda *_, segment=segment: segment for segment in segments]
     for store, layer_tiles, codec, sealing, encode in zip(stores, tiles, codecs, sealings, encoders, strict=True):
         store._encode(layer_tiles, codec, sealing, turn, encode)
 

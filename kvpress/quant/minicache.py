@@ -84,7 +84,7 @@ class MiniCachePress(BasePress):
     Differs from the paper: a share of the tokens of each head is retained, so that the bytes do not depend on the text; the
     paper retains tokens whose distance W / pi is in the top 5% of its range. Its 4-bit codes are combined here by `bits`, in
     the groups of `kivi`; its ratio of 1.53 without codes is above the 1.33 that merging the upper half of the layers in twos
-    can reach. The authors have published no code.
+    can reach. We know of no code by the authors.
     """
 
     bits: int = DENSE_BITS
@@ -182,6 +182,7 @@ class MergingCodec(JointCodec):
         """Merge rows `[R, D]` of both layers; codes have groups of so many rows and channels."""
         direction, angle = directions(lower, upper, self.interpolation)
         norms = torch.stack([rows.float().norm(dim=1) for rows in (lower, upper)], dim=1)
+        norms = norms.clamp_max(torch.finfo(lower.dtype).max)  # float16 ends at 65504
         largest = []
         for rows in map(layout.rows, range(layout.streams)):
             count = num_retained(rows.stop - rows.start, self.retained)
@@ -205,17 +206,15 @@ class MergingCodec(JointCodec):
 
     def tile_bytes(self, pairs: int, dim: int, dtype: torch.dtype, generated: bool = False) -> float:
         del generated
-        item = dtype.itemsize
-        if self.bits == DENSE_BITS:
-            directions_bytes, exact_bytes = 2 * dim * item, dim * item
-        else:
+        row_bytes = dim * dtype.itemsize
+        pair_bytes, exact_bytes = 2.0 * row_bytes, row_bytes
+        if self.bits != DENSE_BITS:
             groups = dim / self.group + dim / min(self.group, dim)
-            directions_bytes, exact_bytes = (
-                2 * dim * self.bits / 8 + 2 * parameter_bytes(dtype) * groups,
-                2 * dim * item,
-            )
-        magnitudes, exact = 2 * 2 * item, 2 * num_retained(pairs, self.retained)
-        return (pairs * (directions_bytes + magnitudes) + exact * (exact_bytes + ROW)) / 2
+            pair_bytes = 2 * dim * self.bits / 8 + 2 * parameter_bytes(dtype) * groups
+            exact_bytes = 2 * row_bytes
+        magnitudes = 2 * 2 * dtype.itemsize
+        num_exact = 2 * num_retained(pairs, self.retained)
+        return (pairs * (pair_bytes + magnitudes) + num_exact * (exact_bytes + ROW)) / 2  # one of the two layers
 
 
 @dataclass(eq=False)
@@ -248,11 +247,11 @@ class MergedRows(SharedHeld):
         direction = self.codes.read(rows) if self.direction is None else self.direction[rows]  # type: ignore[union-attr]
         restored = (direction.float() * self.norms[rows, member, None].float()).to(self.exact.dtype)
         column = member - 2 + self.exact.shape[1]
-        if column >= 0:
-            place = self.retained.places(row_numbers(rows, len(self.norms), self.device))
-            is_exact = place >= 0
-            restored[is_exact] = self.exact[place[is_exact], column]
-        return restored
+        if column < 0 or not len(self.exact):
+            return restored
+        # Without a synchronisation, so that a decode step can be recorded as a CUDA graph.
+        place = self.retained.places(row_numbers(rows, len(self.norms), self.device))
+        return torch.where(place[:, None] >= 0, self.exact[place.clamp_min(0), column], restored)
 
 
 @dataclass(eq=False, repr=False)
