@@ -68,8 +68,8 @@ class MiniCachePress(BasePress):
 
     With `bits=16`, e is stored in the dtype of the model, once for both layers: merged layers take half of their bytes, and a
     model whose upper half is merged three quarters, plus magnitudes and retained tokens. Fewer bits store e in codes: keys per
-    channel over `group_size` tokens, values per token over `group_size` channels. Attention decodes one block of tokens at a
-    time; no kernel reads this format.
+    channel over `group_size` tokens, values per token over `group_size` channels; a large bias of keys is a part of e.
+    Attention decodes one block of tokens at a time; no kernel reads this format.
 
     It needs layers whose keys and values point alike. Those of SmolLM2-135M do not: the mean cosine between neighbouring
     layers is 0.00 for values and lies between -0.59 and 0.56 for the keys of single heads, and the default settings lose

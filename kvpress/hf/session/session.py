@@ -450,8 +450,12 @@ class Session(BaseSession):
         for call in calls if read else ():
             check_finite(call.store.window.filled_keys, call.store.window.filled_values, call.layer.index)
         if read or any(call.store.is_due(codec) for call, codec in zip(calls, codecs, strict=True)):
-            stores, sealings = [call.store for call in calls], [call.sealing for call in calls]
-            settle_together(stores, codecs, sealings, wait=not read, turn=read and self.evict)
+            settings = {"wait": not read, "turn": read and self.evict}
+            if len(calls) == 1:
+                calls[0].store.settle(codecs[0], calls[0].sealing, **settings)
+            else:
+                stores, sealings = [call.store for call in calls], [call.sealing for call in calls]
+                settle_together(stores, codecs, sealings, **settings)
 
     def prepare_reading(self, module: nn.Module, store: KVStore) -> None:
         """Build the selector's index of the pairs that a layer stores."""
