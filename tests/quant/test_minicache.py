@@ -21,6 +21,7 @@ from kvpress.cache.segment import DenseSegment
 from kvpress.cache.store import KVStore, settle_together
 from kvpress.plan import Geometry, plan
 from kvpress.quant.minicache import MergedSegment, MergingCodec, MiniCachePress, directions, num_retained
+from kvpress.quant.runs import RowList
 from kvpress.testing.memory import held_bytes
 from kvpress.testing.models import random_model
 from tests.caches import generate, prefill
@@ -316,6 +317,33 @@ def test_pairs_in_files_and_moved_layers_stay_shared() -> None:
     for layer in talk.cache.layers:
         layer.offload()
     assert is_shared(talk.cache)
+
+
+def test_a_pass_that_fails_between_the_layers_leaves_nothing_behind() -> None:
+    model, press = tiny_model("llama"), kvpress.get_press(SPEC)
+
+    def fail(*_: Any) -> None:
+        raise InterruptedError
+
+    with press(model) as session:
+        hook = model.model.layers[1].mlp.register_forward_pre_hook(fail)  # the lower layer waits for the upper one
+        try:
+            with pytest.raises(InterruptedError):
+                model(tokens(2, 40))
+        finally:
+            hook.remove()
+        cache = DynamicCache(config=model.config)
+        model(tokens(2, 40), past_key_values=cache)
+        assert not session._unsealed
+    assert is_shared(cache)
+    assert cache.layers[1].store.segments[0].layout.lengths == (40,) * 4
+
+
+@pytest.mark.parametrize("rows", [[3, 1], [0, 7], [-1, 2], [[0], [1]]])
+def test_lists_of_rows_from_a_file_are_checked(rows: list[Any]) -> None:
+    assert RowList(torch.tensor([1, 3], dtype=torch.int32)).entries(7) == 2
+    with pytest.raises(ValueError, match="does not name some of 7 rows in ascending order"):
+        RowList(torch.tensor(rows, dtype=torch.int32)).entries(7)
 
 
 def test_layers_of_different_changes_hold_copies() -> None:

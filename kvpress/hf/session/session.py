@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -99,7 +100,7 @@ class Session(BaseSession):
         self.chunked: ChunkedForward | None = None
         self._cache: Cache | None = None
         self._unsealed: dict[Any, dict[int, LayerCall]] = {}
-        """Calls of a pass whose layers are encoded together with a later one, by cache and layers."""
+        """Calls of a pass whose layers are encoded together with a later one, by thread and layers."""
         self._installation: Installation | None = None
 
     @property
@@ -430,7 +431,7 @@ class Session(BaseSession):
         codec = self.layers[id(call.layer.module)].codec
         if not isinstance(codec, JointCodec) or (call.phase == "decode" and not call.store.is_due(codec)):
             return [call]
-        key = id(call.tokens.shared), codec.layers
+        key = threading.get_ident(), codec.layers
         calls = {
             index: waiting
             for index, waiting in self._unsealed.pop(key, {}).items()  # those of a pass that failed are left out
