@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from kvpress.cache.codec import JointCodec
 from kvpress.cache.segment import WEIGHT
 from kvpress.cache.size_model import PlannedStream
 from kvpress.core.checks import check_count
@@ -190,12 +191,16 @@ def _peaks(recipe: Recipe, model: Geometry, context: int, batch: int) -> tuple[i
         again = max(0 if step.prepare is None else step.prepare.tokens for step in acting)
         total = round(compressed + sum(sizes) * (tokens + min(tokens, again)) / context)
         return total, total
-    # Layers are compressed in order, so the peak is one full layer beside compressed earlier layers.
-    compressed = peak = 0.0
+    # Layers are compressed in order, so the peak is one full layer beside compressed earlier layers. Layers that are encoded
+    # together stay full until the last of them is read.
+    compressed = peak = unsealed = 0.0
     for layer, size in zip(model.growing, sizes, strict=True):
         stream = _read(recipe, model, layer, context)
-        peak = max(peak, compressed + size)
-        compressed += layer.kv_heads * batch * stream.bytes
+        sealed = layer.kv_heads * batch * stream.bytes
+        peak = max(peak, compressed + unsealed + size)
+        compressed += sealed
+        waits = isinstance(stream.codec, JointCodec) and layer.index != stream.codec.layers[-1]
+        unsealed = unsealed + size - sealed if waits else 0.0
     return round(max(peak, compressed)), sum(sizes)
 
 

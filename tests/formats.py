@@ -19,6 +19,7 @@ from kvpress.quant.coupled import CoupledCodec
 from kvpress.quant.floats import FloatCodec
 from kvpress.quant.gear import GEARCodec
 from kvpress.quant.kvarn import BalancedCodec
+from kvpress.quant.minicache import MergingCodec
 from kvpress.quant.oscar import OscarCodec, basis_of
 from kvpress.quant.rotated import CentredCodec
 from kvpress.quant.uniform import UniformCodec
@@ -48,9 +49,13 @@ CODECS: dict[str, Codec] = {
     "without values": RoutingCodec(Routed(0.5), MAP, MAP[:, 0].contiguous(), group=4, residual=3),
     "digits": BlockCodec(ENERGY, ENERGY, DIM, (3, 4), 0, 3, group=4),
 }
+MERGING = {
+    "merged layers": MergingCodec((0, 1), 0.6, 0.2, 16, 4, 3),
+    "merged layers in codes": MergingCodec((0, 1), 0.6, 0.2, 4, 4, 3),
+}
 CODECS["in a file"] = UniformCodec(4, 2, (4, 1), (1, 8), 4, 3)
 CODECS["in a file"].tier = FileTier()
-every_codec = pytest.mark.parametrize("name", [*CODECS, "coded and rotated", "nested"])
+every_codec = pytest.mark.parametrize("name", [*CODECS, "coded and rotated", "nested", *MERGING])
 LENGTHS = [20, 0, 12, 28]
 
 
@@ -75,6 +80,9 @@ def segment(name: str, lengths: list[int] | None = None, seed: int = 0) -> Segme
             counts = torch.bincount(layout.streams_of(rows), minlength=4).tolist()
             halves.append(CODECS[inner].encode(dense.take(rows, Layout(counts)), sealing(inner)))
         built: Segment = MixedSegment(halves[0], halves[1], Flags.of(second), layout)
+    elif name in MERGING:
+        lower = DenseSegment(*torch.randn(2, layout.total, DIM, generator=generator), layout, first=dense.first)
+        built = MERGING[name].encode_together([lower, dense], [sealing(name)] * 2)[1]
     else:
         built = CODECS[name.removesuffix(" and rotated")].encode(dense, sealing(name, pads=[3, 0]))
     built.describe(dense, without=("saliency", "probes"))

@@ -29,6 +29,7 @@ SPECS = {
     "off": "snapkv:0",
     "snapkv": "snapkv:0.5,window_size=4",
     "kivi": KIVI,
+    "merged": "minicache:group_size=8,retained=0.2,first_layer=0",
     "quest": QUEST,
     "kivi-quest": f"{KIVI} + {QUEST}",
     "ragged": "adakv(snapkv:0.5,window_size=4)",

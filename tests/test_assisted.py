@@ -31,6 +31,7 @@ SPECS = {
     "chunks": "bounded(snapkv:0.5,window_size=4):chunk=16",
     "zipcache": "zipcache:interval=4",
     "gear": "gear:bits=4,group_size=4,buffer_length=4,residual_length=4",
+    "merged": "minicache:group_size=4,retained=0.2",
     "sparq": "sparq:budget=12,channels=8",
     "tidal": "tidal_decode:budget=8,skip_layers=0,correction=3",
 }

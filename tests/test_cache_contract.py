@@ -31,6 +31,7 @@ STORAGES = {
     "sinks": KIVI + "4,sinks=2",
     "gear": "gear:group_size=4,buffer_length=4,outliers=0.1",
     "zipcache": "zipcache:interval=4",
+    "merged": "minicache:group_size=4,retained=0.2",
     "quest": QUEST,
     "scores": "h2o:budget=14,interval=3",
     "composed": f"adakv(snapkv:0.5,window_size=4) + {KIVI.replace('=4', '=8', 1)}4 + {QUEST}",

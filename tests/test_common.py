@@ -26,6 +26,7 @@ HELD = {
     "zipcache": "zipcache:interval=4",
     "gear": "gear:group_size=4,buffer_length=4,outliers=0.1",
     "rotated": "snapkv:0.5,window_size=4 + rotated:bits=4",
+    "merged": "minicache:group_size=4",
     "weighted": "sample(knorm:0.5) + rotated:bits=4",
     "coded": "turboquant:bits=4,residual_length=4",
     "offloaded": f"double_sparsity:offload=true,budget=16,channels=8,skip_layers=0,calibration={channels_file(LLAMA)}",

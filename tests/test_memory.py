@@ -42,6 +42,8 @@ PRESSES = [
     "adaquant:group_size=4,residual_length=4",
     "gear:group_size=4,buffer_length=4",
     "gear_l:backbone=kcvt,buffer_length=4",
+    "minicache:group_size=4",
+    "minicache:bits=4,group_size=4,residual_length=4",
     "zipcache:interval=4",
     QUEST,
     "turboquant:residual_length=4",
@@ -57,6 +59,8 @@ PRESSES = [
 ]
 LEAVE_ALL = ("none", QUEST, DECODING, "tidal_decode:budget=12,skip_layers=0")
 """Presses that keep a whole prompt."""
+SOME_DENSE = ("minicache:group_size=4", "minicache:bits=4,group_size=4,residual_length=4")
+"""Presses that leave a whole prompt in one of three layers dense."""
 
 
 def cached_layouts(cache: Any) -> int:
@@ -185,7 +189,9 @@ def test_bytes_held_are_those_of_the_declared_budget(spec: str) -> None:
     assert report.compression_factor == report.uncompressed_bytes / report.total_bytes
 
 
-@pytest.mark.parametrize("spec", [s for s in PRESSES if s not in LEAVE_ALL and not exempt(s, "pairs per layer")])
+@pytest.mark.parametrize(
+    "spec", [s for s in PRESSES if s not in LEAVE_ALL + SOME_DENSE and not exempt(s, "pairs per layer")]
+)
 def test_nothing_of_the_prompt_s_size_stays(spec: str) -> None:
     model, length = tiny_model("llama"), 400
     spec = spec.replace("budget=12", "budget=100")

@@ -98,6 +98,7 @@ SEALING = {
     "adaquant": "adaquant:group_size=16,residual_length=16",
     "gear": "gear:group_size=16,buffer_length=16",
     "gear_l": "gear_l:backbone=kcvt,buffer_length=16",
+    "minicache": "minicache:group_size=16,residual_length=16",
     "zipcache": "zipcache:interval=16",
     "turboquant": "turboquant:residual_length=16",
     "eoptshrinkq": "eoptshrinkq:residual_length=16,buffer_length=16,rank=2",
@@ -162,6 +163,8 @@ def test_every_codec_and_selector_is_planned_for() -> None:
 @pytest.mark.parametrize("evicting", ["", "snapkv:0.5 + "], ids=["whole", "evicted"])
 @pytest.mark.parametrize("name", SEALING)
 def test_the_plan_holds_after_generation(name: str, evicting: str, files: dict[str, Path]) -> None:
+    if evicting and name == "minicache":
+        pytest.skip("merged layers hold the same pairs, so presses that evict are refused")
     press = kvpress.get_press(evicting + SEALING[name].format(**files))
     walked, reported = measured(press, 240, 40)
     assert reported == walked

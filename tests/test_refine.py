@@ -207,6 +207,7 @@ def test_a_training_that_makes_it_worse_leaves_the_cache_of_the_press(
         ("knorm:0.8", TEXT, float("nan"), "above 0, such as 10, got nan"),
         ("knorm:0.8", " The old river runs.", 1.0, r"the text has \d+ tokens, and refining needs at least 64"),
         ("none", TEXT, 1.0, "none has not compressed the text, so there is nothing to train"),
+        ("minicache", TEXT, 1.0, "pairs of several layers share their numbers"),
         ("knorm:0.5 + quest:budget=16", TEXT, 1.0, "each token reads other pairs of it; leave out the selector"),
     ],
 )

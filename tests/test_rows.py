@@ -26,6 +26,8 @@ CODECS = {
     "aquakv": "aquakv:bits=(4,2),calibration={predictors},residual_length=4",
     "turboquant": "turboquant:bits=8,residual_length=8",
     "rotated": "rotated:bits=8,residual_length=8",
+    "merged layers": "minicache:group_size=8,residual_length=4",
+    "merged layers in codes": "minicache:bits=8,group_size=8,retained=0.2",
 }
 SELECTORS = {
     "quest": QUEST,

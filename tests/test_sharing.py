@@ -25,6 +25,7 @@ STORING = [
     "kivi:bits=2,group_size=4,residual_length=4",
     "zipcache:interval=4",
     "gear:group_size=4,buffer_length=4",
+    "minicache:group_size=4,first_layer=0",
     "quest:budget=12,page_size=4,skip_layers=0",
     "tidal_decode:budget=12,skip_layers=0,reselect_layer=1,correction=2",
     "decoding(snapkv:window_size=4):compression_interval=4,target_size=12",

@@ -23,6 +23,7 @@ SPECS = {
     "h2o": "h2o:0.5",
     "adakv-kivi": "adakv(snapkv:0.5,window_size=4) + kivi:bits=4,group_size=4,residual_length=4",
     "quest": "quest:budget=8,page_size=4,skip_layers=0",
+    "minicache": "minicache:group_size=4,first_layer=0",
     "kvzip": "kvzip:0.5,repeat_prompt=",
 }
 every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)

@@ -192,6 +192,30 @@ class Codec(ABC):
         return 0
 
 
+class JointCodec(Codec):
+    """Encodes the same tokens of several adjacent layers together, so that the segments of these layers can share tensors.
+
+    All layers have the same `group`, `residual` and `sinks`. Their pairs stay dense until the last of them has read the pass.
+    """
+
+    layers: tuple[int, ...]
+    """Indexes of the attention layers, ascending."""
+
+    def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
+        del segment, sealing
+        raise NotImplementedError(
+            f"layers {', '.join(map(str, self.layers))} are encoded together, and one of them came alone: use the press inside "
+            "`with press(model)`"
+        )
+
+    @abstractmethod
+    def encode_together(self, segments: Sequence[DenseSegment], sealings: Sequence[Sealing]) -> list[Segment]:
+        """Encode the pairs of all `layers`, each in its own layout; see `encode`.
+
+        Layers may hold different pairs, or lie on different devices; such pairs stay dense.
+        """
+
+
 class DenseCodec(Codec):
     """Seals pairs without encoding, so that a selector can index them."""
 

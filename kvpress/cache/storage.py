@@ -170,6 +170,12 @@ class Held:
     def _place(self) -> None:
         """Move new tensors to the tier of the format."""
 
+    def placed(self: HeldT, tier: Any) -> HeldT:
+        """Return a copy whose tensors lie in a tier (`kvpress.cache.tier`)."""
+        twin = self._twin()
+        tier.place(twin)
+        return twin
+
     def _take(self: HeldT, choice: RowChoice) -> HeldT:
         """Return the storage of some rows."""
         inside = self._choices(choice)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvpress import kernels
 from kvpress.cache.attention import Logits, Partial, group_queries, merge
-from kvpress.cache.codec import Codec, Sealing
+from kvpress.cache.codec import Codec, JointCodec, Sealing
 from kvpress.cache.common import CommonSegment
 from kvpress.cache.key_bias import offset_of, without
 from kvpress.cache.layout import interleave
@@ -38,6 +38,47 @@ The result has the attention to them, and parts to attend to in the same call as
 """
 Opened = Callable[[Window, RealTokens | None], Partial]
 """Attends from the newest tokens to the selected pairs of the window."""
+
+
+@dataclass
+class SealedTiles:
+    """Pairs of a layer that are encoded, between those that stay dense."""
+
+    opened: list[DenseSegment]
+    """All pairs that were not encoded before, oldest first."""
+    sinks: DenseSegment
+    """Pairs before the encoded ones."""
+    pairs: DenseSegment
+    """Pairs to encode."""
+    tail: DenseSegment
+    """Newer pairs."""
+
+
+def settle_together(
+    stores: Sequence[KVStore],
+    codecs: Sequence[Codec],
+    sealings: Sequence[Sealing],
+    wait: bool = False,
+    turn: bool = False,
+) -> None:
+    """Encode full tiles of one layer, or of all layers of a `JointCodec`; see `KVStore.settle`."""
+    looked_for = [
+        store._full_tiles(codec, sealing, wait, turn)
+        for store, codec, sealing in zip(stores, codecs, sealings, strict=True)
+    ]
+    tiles = [layer_tiles for layer_tiles in looked_for if layer_tiles is not None]
+    if len(tiles) < len(stores):
+        return  # layers that store different tokens stay dense until all have a full tile
+    encoders: list[Callable[[DenseSegment, Sealing], Segment]] = [codec.encode for codec in codecs]
+    if len(stores) > 1:
+        codec = codecs[0]
+        assert isinstance(codec, JointCodec)  # noqa: S101 - for type checkers
+        pairs = [layer_tiles.pairs for layer_tiles in tiles]
+        with torch.no_grad(), torch.autocast(pairs[0].device.type, enabled=False):
+            segments = codec.encode_together(pairs, sealings)
+        encoders = [lambda *_, segment=segment: segment for segment in segments]
+    for store, layer_tiles, codec, sealing, encode in zip(stores, tiles, codecs, sealings, encoders, strict=True):
+        store._encode(layer_tiles, codec, sealing, turn, encode)
 
 
 class KVStore(Rollback):
@@ -356,9 +397,13 @@ class KVStore(Rollback):
         at almost every token. `turn` marks the end of a prompt or turn with an eviction: a `whole` codec then also encodes
         partial tiles. The pairs of a row that are encoded, and when, depend on that row alone.
         """
+        settle_together([self], [codec], [sealing], wait, turn)
+
+    def _full_tiles(self, codec: Codec, sealing: Sealing, wait: bool, turn: bool) -> SealedTiles | None:
+        """Return the pairs that `settle` encodes now, None for none; note that it has looked for them."""
         due_rows = self._due_rows(codec, wait)
         if not any(due_rows):
-            return
+            return None
         if not wait or self.settled_at is None:
             self.settled.append(self.seen)
             vars(self).pop("settle_lags", None)
@@ -367,37 +412,48 @@ class KVStore(Rollback):
         begun = [any(lengths) for lengths in zip(*(segment.layout.lengths for segment in self.segments), strict=True)]
         rows_begun = [any(begun[n : n + self.heads]) for n in range(0, len(begun), self.heads)] or [False]
         if max(lengths) < codec.residual + codec.tile_size(turn or not all(rows_begun)):
-            return
+            return None
         sinks, ends = (
             [rank if due_rows[n // self.heads] else 0 for n, rank in enumerate(ranks)]
             for ranks in codec.tiles(lengths, self.heads, begun, turn, sealing)
         )
         if not any(ends):
-            return
+            return None
         dense_parts: list[Any] = [part.own() for part in self.dense_parts()]
         opened = [*dense_parts, self.window.segment(sealing.mask)]
-        first, old, dense_tail = DenseSegment.join_and_cut(opened, sinks, ends)
+        return SealedTiles(opened, *DenseSegment.join_and_cut(opened, sinks, ends))
+
+    def _encode(
+        self,
+        tiles: SealedTiles,
+        codec: Codec,
+        sealing: Sealing,
+        turn: bool,
+        encode: Callable[[DenseSegment, Sealing], Segment],
+    ) -> None:
+        """Replace full tiles by the segment that `encode` returns; where it fails, all pairs stay as they were."""
+        old = tiles.pairs
         templates = tuple(segment.known() for segment in self.segments)
         # May raise, so it comes before any change.
         with torch.no_grad():
             offset = offset_of(old, codec.spread, replace(sealing, earlier=templates))
         self.save()
         before = list(self.segments)
-        self.seal(dense_tail, sealing.mask)
+        self.seal(tiles.tail, sealing.mask)
         try:
-            if first.layout.total:
-                self._prepend(first)
+            if tiles.sinks.layout.total:
+                self._prepend(tiles.sinks)
             earlier = tuple(part.known() for part in self.segments)
             codec_input = replace(sealing, earlier=earlier, state=self.codec_state, observers=self.observers)
             # Scales must not keep the graph of the pass alive, and products must not be rounded to 16 bits.
             with torch.no_grad(), torch.autocast(old.device.type, enabled=False):
-                segment = codec.encode(old if offset is None else without(offset, old), codec_input)
+                segment = encode(old if offset is None else without(offset, old), codec_input)
             segment.key_offset = offset
             segment.describe(old, without=codec.reads_side)
             segment.put(codec.tier)
         except BaseException:  # such as no space in the tier: all pairs stay as they were
             self.segments = before
-            self.seal(DenseSegment.join(opened), sealing.mask)
+            self.seal(DenseSegment.join(tiles.opened), sealing.mask)
             raise
         self.segments.append(segment)
         if turn:

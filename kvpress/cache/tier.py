@@ -37,15 +37,14 @@ class Tier(ABC):
             if declared.kind in ("pair", "group") and isinstance(value, Tensor):
                 setattr(held, name, self.kept(value))
             elif declared.kind == "part" and not isinstance(value, Axis):
-                inside = value._twin()
-                self.place(inside)
-                setattr(held, name, inside)
+                setattr(held, name, value.placed(self))
 
     @abstractmethod
     def kept(self, tensor: Tensor) -> Tensor:
         """Return the tensor in this tier."""
 
 
+@dataclass(frozen=True)
 class MemoryTier(Tier):
     """Memory of the pairs' device, on huge pages where that helps."""
 

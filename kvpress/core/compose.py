@@ -48,6 +48,7 @@ def merge(recipes: Sequence[tuple[Any, Recipe]]) -> Recipe:
     return Recipe(
         evictions=tuple(eviction for recipe in parts for eviction in recipe.evictions),
         codec=next((recipe.codec for recipe in parts if recipe.codec is not None), None),
+        joint=any(recipe.joint for recipe in parts),
         selector=next((recipe.selector for recipe in parts if recipe.selector is not None), None),
         pattern=next((recipe.pattern for recipe in parts if recipe.pattern is not None), None),
         observers=tuple(item for recipe in parts for item in recipe.observers),

@@ -283,6 +283,8 @@ class Recipe:
     """Evictions, in the order in which they run."""
     codec: Callable[[int], Codec | None] | None = None
     """Maps an attention layer to its codec, None for none."""
+    joint: bool = False
+    """The codec encodes several layers together (`JointCodec`), which must hold the same pairs."""
     selector: Callable[[int], Selector | None] | None = None
     """Maps an attention layer to its selector, None for none."""
     pattern: Callable[[int], Pattern | None] | None = None
@@ -304,6 +306,11 @@ class Recipe:
             raise TypeError(
                 "spans cannot be protected from a press with its own `compress` or `forward_hook`, which may evict any pair; "
                 "override `score` instead"
+            )
+        if self.joint and (self.dropping is not None or not all(step.is_identity for step in self.evictions)):
+            raise ValueError(
+                "layers that are encoded together must hold the same pairs, but a press that evicts may keep other pairs in "
+                "each layer: leave out the eviction, or encode each layer by itself, for example with kivi"
             )
         observers = (
             *self.observers,

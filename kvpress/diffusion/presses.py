@@ -42,6 +42,8 @@ def _obstacle(recipe: Recipe) -> str | None:
         return "drops tokens of a prompt between the layers of a causal model"
     if recipe.hooks or recipe.offloads:
         return "acts after passes of a causal model"
+    if recipe.joint:
+        return "encodes several layers together, after the last of them"
     if recipe.protected:
         return "protects spans of a prompt"
     observers = [o.kind.__name__ for o in recipe.watched("prefill") if o.kind is not RecentQueries]

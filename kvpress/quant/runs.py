@@ -95,3 +95,36 @@ class Counts(Axis):
 
     def join(self, others: Sequence[Counts], totals: Sequence[int], device: torch.device) -> Counts:
         return Counts(torch.cat([counts.counts for counts in others]))
+
+
+@dataclass(eq=False)
+class RowList(Axis):
+    """Rows that have an entry, all others none: `rows`, int32 [E], ascending."""
+
+    rows: Annotated[Tensor, own()]
+
+    def places(self, rows: Tensor) -> Tensor:
+        """Return the entry of each of `rows`, int64 [n]; -1 for none."""
+        if not len(self.rows):
+            return torch.full_like(rows, -1)
+        place = torch.searchsorted(self.rows, rows.to(torch.int32)).clamp_max(len(self.rows) - 1)
+        return torch.where(self.rows[place] == rows, place, -1)
+
+    def take(self, rows: Tensor) -> tuple[RowList, Tensor]:
+        place = self.places(rows)
+        has_entry = place >= 0
+        return RowList(has_entry.nonzero().flatten().to(torch.int32)), place[has_entry]
+
+    def entries(self, total: int) -> int:
+        rows = self.rows
+        is_valid = rows.dim() == 1 and rows.dtype == torch.int32 and bool((rows.diff() > 0).all())
+        if not is_valid or (len(rows) and not 0 <= int(rows[0]) <= int(rows[-1]) < total):
+            raise ValueError(f"a list of rows does not name some of {total} rows in ascending order")
+        return len(rows)
+
+    def join(self, others: Sequence[RowList], totals: Sequence[int], device: torch.device) -> RowList:
+        parts, before = [], 0
+        for listed, total in zip(others, totals, strict=True):
+            parts.append(listed.rows + before)
+            before += total
+        return RowList(torch.cat(parts))

@@ -74,6 +74,7 @@ SPECS = {
     "decoding(knorm):target_size=16": "evicts during decoding",
     "key_rerotation(knorm:0.5)": "changes the kept pairs",
     "protect(knorm:0.5):tokens=0:4": "protects spans",
+    "minicache": "MiniCachePress .* encodes several layers together",
     "minference": "MInferencePress .* chooses the pairs that tokens of a causal model read",
     "fastv:0.5,layer=1,tokens=4:26": "FastVPress .* drops tokens of a prompt between the layers",
     "expected_attention:0.5": r"observes passes of a causal model \(QueryStats\)",

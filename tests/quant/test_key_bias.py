@@ -34,6 +34,7 @@ FITTED = {
     "kvquant": "keys are coded before their rotary embedding, by levels fitted to the model",
     "leank": "channels of keys are left out, and nothing is coded",
     "think": "channels of keys are left out, and nothing is coded",
+    "minicache": "layers share directions, which include the bias",
 }
 """Codecs without an offset, and why."""
 

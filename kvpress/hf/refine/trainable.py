@@ -168,6 +168,11 @@ def _check(session: Session, cache: DynamicCache) -> None:
             f"the cache of {spec} cannot be trained: each token reads other pairs of it; leave out the selector, and select "
             "when you ask"
         )
+    if recipe.joint:
+        raise NotImplementedError(
+            f"the cache of {spec} cannot be trained: pairs of several layers share their numbers; take a press that encodes "
+            "each layer by itself, such as frontier:smaller=10"
+        )
     if recipe.offloads or recipe.dropping is not None:
         raise NotImplementedError(
             f"the cache of {spec} cannot be trained: its pairs are outside the device's memory, or later layers have not "

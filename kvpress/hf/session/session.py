@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +18,8 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from kvpress.cache.attention import group_queries
-from kvpress.cache.store import KVStore
+from kvpress.cache.codec import JointCodec
+from kvpress.cache.store import KVStore, settle_together
 from kvpress.core.checks import check_finite
 from kvpress.core.effect import warn_if_idle, warn_if_unread
 from kvpress.core.executor import Executor
@@ -97,6 +99,8 @@ class Session(BaseSession):
         self.captured: CapturedForward | None = None
         self.chunked: ChunkedForward | None = None
         self._cache: Cache | None = None
+        self._unsealed: dict[Any, dict[int, LayerCall]] = {}
+        """Calls of a pass whose layers are encoded together with a later one, by thread and layers."""
         self._installation: Installation | None = None
 
     @property
@@ -400,25 +404,59 @@ class Session(BaseSession):
             self._seal(call)
 
     def _seal(self, call: LayerCall) -> None:
-        """Drop observations that only this eviction needed, and encode full tiles of the kept pairs."""
-        store, plan = call.store, self.layers[id(call.layer.module)]
+        """Drop observations that only this eviction needed, and encode full tiles of the kept pairs.
+
+        A layer that is encoded together with others waits for the last of them.
+        """
+        calls = self._sealed_together(call)
         held = [*self.recipe.held_observers, *((TOKENS,) if self.follows else ())]
-        if call.phase == "prefill" and self.evict:
-            store.forget([*held, *self._aids(call)])
-        if plan.codec is not None:
-            if call.phase == "prefill":
-                check_finite(store.window.filled_keys, store.window.filled_values, call.layer.index)
-            read = call.phase == "prefill"
-            if read or store.is_due(plan.codec):
-                store.settle(plan.codec, call.sealing, wait=not read, turn=read and self.evict)
-            if read and self.evict:
-                store.forget(held)
-            if call.is_first_prompt:
-                store.fix()
-        if call.tokens.copies > 1 and call.is_first_prompt:
-            store.hold_in_common(call.tokens.copies, call.tokens.mask)
-        if plan.selector is not None:
-            plan.selector.prepare(store)
+        read = call.phase == "prefill"
+        for call in calls if read and self.evict else ():
+            call.store.forget([*held, *self._aids(call)])
+        self._settle(calls, read)
+        for call in calls:
+            store, plan = call.store, self.layers[id(call.layer.module)]
+            if plan.codec is not None:
+                if read and self.evict:
+                    store.forget(held)
+                if call.is_first_prompt:
+                    store.fix()
+            if call.tokens.copies > 1 and call.is_first_prompt:
+                store.hold_in_common(call.tokens.copies, call.tokens.mask)
+            if plan.selector is not None:
+                plan.selector.prepare(store)
+
+    def _sealed_together(self, call: LayerCall) -> list[LayerCall]:
+        """Return the calls of the layers that are encoded now, in order: none if a later layer is encoded with this one."""
+        codec = self.layers[id(call.layer.module)].codec
+        if not isinstance(codec, JointCodec) or (call.phase == "decode" and not call.store.is_due(codec)):
+            return [call]
+        key = threading.get_ident(), codec.layers
+        calls = {
+            index: waiting
+            for index, waiting in self._unsealed.pop(key, {}).items()  # those of a pass that failed are left out
+            if waiting.tokens.shared is call.tokens.shared and waiting.store.seen == call.store.seen
+        }
+        calls[call.layer.index] = call if len(calls) == len(codec.layers) - 1 else call.without_tensors()
+        if len(calls) < len(codec.layers):
+            self._unsealed[key] = calls
+            return []
+        return [calls[index] for index in codec.layers]
+
+    def _settle(self, calls: list[LayerCall], read: bool) -> None:
+        """Encode full tiles of one layer, or of layers that are encoded together; `read` after a prompt or turn."""
+        codecs = [codec for call in calls if (codec := self.layers[id(call.layer.module)].codec) is not None]
+        if not codecs:
+            return
+        for call in calls if read else ():
+            check_finite(call.store.window.filled_keys, call.store.window.filled_values, call.layer.index)
+        if read or any(call.store.is_due(codec) for call, codec in zip(calls, codecs, strict=True)):
+            settings = {"wait": not read, "turn": read and self.evict}
+            if len(calls) == 1:
+                calls[0].store.settle(codecs[0], calls[0].sealing, **settings)
+            else:
+                stores, sealings = [call.store for call in calls], [call.sealing for call in calls]
+                settle_together(stores, codecs, sealings, **settings)
 
     def prepare_reading(self, module: nn.Module, store: KVStore) -> None:
         """Build the selector's index of the pairs that a layer stores."""
