@@ -39,6 +39,7 @@ FLAT = 1e-4
     "quantise",
     "Liu et al., 2024, arXiv:2405.14366",
     example="minicache:retained=0.1",
+    status="experimental",
     refuses=(
         Refusal(
             "snapkv:0.5 + minicache", "merged layers must hold the same pairs, and evictions differ between layers"
@@ -80,11 +81,11 @@ class MiniCachePress(BasePress):
     presses that evict, because each layer may keep other tokens. Pairs of two layers on different devices stay dense.
 
     Paper: Liu et al., MiniCache: KV Cache Compression in Depth Dimension for Large Language Models, NeurIPS 2024,
-    arXiv:2405.14366.
-    Differs from the paper: a share of the tokens of each head is retained, so that the bytes do not depend on the text; the
-    paper retains tokens whose distance W / pi is in the top 5% of its range. Its 4-bit codes are combined here by `bits`, in
-    the groups of `kivi`; its ratio of 1.53 without codes is above the 1.33 that merging the upper half of the layers in twos
-    can reach. We know of no code by the authors.
+    arXiv:2405.14366; written after its abstract and the tests of KVCache-Factory. That t is 0.6, that merging begins in the
+    middle, and that the paper retains tokens whose distance W / pi is in the top 5% of its range, is from memory.
+    Differs from the paper: a share of the tokens of each head is retained, so that the bytes do not depend on the text. Its
+    4-bit codes are combined here by `bits`, in the groups of `kivi`; its ratio of 1.53 without codes is above the 1.33 that
+    merging the upper half of the layers in twos can reach. We know of no code by the authors.
     """
 
     bits: int = DENSE_BITS
