@@ -423,8 +423,8 @@ class Recipe:
         """
         codec = None if self.codec is None else _made(self.codec, Codec, layer)
         if codec is not None:
-            for name, least in (("group", 1), ("residual", 0), ("sinks", 0)):
-                check_count(f"{type(codec).__name__}.{name}", getattr(codec, name, None), least)
+            for name, minimum in (("group", 1), ("residual", 0), ("sinks", 0)):
+                check_count(f"{type(codec).__name__}.{name}", getattr(codec, name, None), minimum)
         selector = self.selector_at(layer)
         return codec if codec is not None or selector is None else selector.sealing
 
@@ -472,7 +472,7 @@ def _made(make: Callable[[int], T | None], kind: Any, layer: int) -> T | None:
         raise TypeError(
             f"{name} of a Recipe must be a function of the index of a layer, {fix}, got {type(make).__name__}"
         )
-    made = make(layer)
-    if made is None or isinstance(made, kind):
-        return made
-    raise TypeError(f"the {name} of layer {layer} must be a {kind.__name__} or None, got {made!r:.80}")
+    result = make(layer)
+    if result is None or isinstance(result, kind):
+        return result
+    raise TypeError(f"the {name} of layer {layer} must be a {kind.__name__} or None, got {result!r:.80}")

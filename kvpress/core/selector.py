@@ -108,11 +108,11 @@ class Selector(ABC):
         ]
 
     def _checked_choice(self, call: LayerCall, queries: Tensor, first: int = 0) -> Selection:
-        """Return what `choose` returns.
+        """Return the selection of `choose`.
 
         Raises:
-            TypeError: that is neither None nor a selection.
-            ValueError: it has rows for other query streams.
+            TypeError: `choose` returns neither None nor a selection.
+            ValueError: a selection has rows for another number of query streams.
         """
         selection, segments = self.choose(call, queries, first), call.store.segments
         if selection is None:
@@ -127,11 +127,11 @@ class Selector(ABC):
                 f"{name} must return None or a list of sets of pairs, each a list with one Chosen for each of the "
                 f"{len(segments)} segments, got {_shown(selection)}"
             )
-        if other := [pairs for chosen in selection for pairs in chosen if len(pairs.rows) != len(queries)]:
+        if wrong_sets := [pairs for pair_sets in selection for pairs in pair_sets if len(pairs.rows) != len(queries)]:
             streams = segments[0].layout.streams
             raise ValueError(
                 f"{name} must choose rows for {len(queries)} query streams, {len(queries) // streams} tokens of {streams} "
-                f"streams, got rows for {len(other[0].rows)}: repeat data per stream by for_tokens"
+                f"streams, got rows for {len(wrong_sets[0].rows)}: repeat data per stream by for_tokens"
             )
         return selection
 
