@@ -3,14 +3,19 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
 import kvpress
+from kvpress.cache import container
 from kvpress.cli import app
 from kvpress.hf.generation.ask import ask
 from kvpress.hf.refine import refine
@@ -115,6 +120,38 @@ def test_errors_are_one_sentence(
     assert message in done.stderr.replace("\n", " ")
     assert "Traceback" not in done.output
     assert sorted(tmp_path.iterdir()) == there
+
+
+def test_an_output_that_cannot_be_written_has_an_exit_code_of_its_own(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "text.kv"
+    command = ("compress", "--model", "reference", "--press", "knorm:0.8", "--text", text, "--out", out)
+    free = shutil.disk_usage(tmp_path)._replace(free=1000)
+    with monkeypatch.context() as patch:
+        patch.setattr(container.shutil, "disk_usage", lambda path: free)
+        full = run(*command)
+    assert full.exit_code == 7
+    assert f"no space left for {out}: the file takes " in full.stderr.replace("\n", "")
+
+    opened = Path.open
+
+    def vanished(self: Path, *arguments: Any, **settings: Any) -> Any:
+        if self.name.startswith(".text.kv"):
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(self))
+        return opened(self, *arguments, **settings)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", vanished)
+        assert run(*command).exit_code == 4
+        refined = run(*command, "--refine", 1)  # found before the training, not after a minute
+    assert refined.exit_code == 4
+    assert "KL before" in refined.stderr
+    assert "Traceback" not in refined.output
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: path != tmp_path)
+        assert "is read-only; name another --out" in run(*command).stderr.replace("\n", "")
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
 
 def test_a_refined_cache_is_an_ordinary_one(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

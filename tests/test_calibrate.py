@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -149,11 +150,31 @@ def test_a_folder_is_no_file_to_write(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         "kvpress.hf.generation.pipeline.load_model", lambda *args, **kwargs: pytest.fail("it was loaded")
     )
-    given = ["calibrate", "cq", "--model", "reference", "--data", "x", "--out", str(tmp_path), "--force"]
-    refused = CliRunner().invoke(app, given)
-    assert refused.exit_code == 2
+    given = ["calibrate", "cq", "--model", "reference", "--data", "x", "--force", "--out"]
+    refused = CliRunner().invoke(app, [*given, str(tmp_path)])
+    assert refused.exit_code == 4
     assert f"{tmp_path} is a folder: pass the name of a file" in refused.output.replace("\n", "")
     assert not list(tmp_path.iterdir())
+    file = tmp_path / "file"
+    file.touch()
+    refused = CliRunner().invoke(app, [*given, str(file / "books")])
+    assert refused.exit_code == 4
+    assert f"cannot write {file}/books: {file} is a file; name another --out" in refused.output.replace("\n", "")
+
+
+def test_a_full_disk_leaves_no_part_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(number: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("kvpress.core.calibration.os.fsync", full)
+    text = tmp_path / "text.txt"
+    text.write_text("The old river runs. " * 20)
+    options = ["--model", "reference", "--data", str(text), "--sequences", "1", "--tokens", "16"]
+    out = tmp_path / "filters.safetensors"
+    done = CliRunner().invoke(app, ["calibrate", "qfilter", *options, "--out", str(out)])
+    assert done.exit_code == 7
+    assert f"no space left for {out}: No space left on device; free some" in done.output.replace("\n", "")
+    assert not list(tmp_path.rglob("*.part"))
 
 
 def test_the_command_refuses_sequences_that_are_too_short_before_it_loads_a_model(

@@ -413,11 +413,11 @@ def test_a_plan_replaces_no_file_by_mistake(tmp_path: Path) -> None:
     arguments = ["plan", "--model", str(config), "--context", "64", "--press", "none", "--out"]
     assert runner.invoke(app, [*arguments, str(out)]).exit_code == 0
     result = runner.invoke(app, [*arguments, str(out)])
-    assert result.exit_code == 2
+    assert result.exit_code == 4
     assert "plan.json exists: name another --out, or replace it with --force" in " ".join(result.output.split())
     assert runner.invoke(app, [*arguments, str(out), "--force"]).exit_code == 0
     before = config.read_text()
-    assert runner.invoke(app, [*arguments, str(config), "--force"]).exit_code == 2
+    assert runner.invoke(app, [*arguments, str(config), "--force"]).exit_code == 4
     assert config.read_text() == before
     assert runner.invoke(app, [*arguments, str(tmp_path / "none" / "plan.json")]).exit_code == 4
 

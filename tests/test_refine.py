@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ import kvpress
 from kvpress.cache.decoded import decode_pairs
 from kvpress.hf.generation.ask import ask, read_text
 from kvpress.hf.models import with_cache
-from kvpress.hf.refine import refine, study
+from kvpress.hf.refine import refine, state, study
 from kvpress.hf.refine.refine import Refined, refine_text
 from kvpress.hf.refine.trainable import TrainableCache
 from kvpress.hf.session.rereading import logits_behind
@@ -185,7 +186,7 @@ def test_a_state_is_written_every_minute(loaded: Loaded, tmp_path: Path, monkeyp
     monkeypatch.setattr(refine._Refinement, "_step", look)
     monkeypatch.setattr(refine._Refinement, "_measure", lambda self: None)
     refined(loaded, path, minutes=4)
-    assert len(set(seconds)) == 3
+    assert len(set(seconds)) == 4  # one of the start, so that an unwritable folder is found before the training
 
 
 def test_a_training_that_makes_it_worse_leaves_the_cache_of_the_press(
@@ -217,6 +218,79 @@ def test_what_cannot_be_refined(
     with pytest.raises((ValueError, NotImplementedError), match=message):
         refine_text(*loaded, press, text, minutes, tmp_path / "state")
     assert not list(tmp_path.iterdir())
+
+
+def unread(*arguments: object, **settings: object) -> None:
+    pytest.fail("the text was read")
+
+
+def test_what_the_text_does_not_change_is_refused_before_it_is_read(
+    loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "state"
+    refined(loaded, path, minutes=0.1)
+    monkeypatch.setattr(refine, "read_text", unread)
+    with pytest.raises(ValueError, match="belongs to another refinement, with another press"):
+        refined(loaded, path, press="knorm:0.7")
+    with pytest.raises(NotImplementedError, match="leave out the selector"):
+        refined(loaded, tmp_path / "other", press="knorm:0.5 + quest:budget=16")
+    model, tokenizer = loaded
+    tokens = len(tokenizer.encode(TEXT))
+    behind = study.tokens_behind(model, tokenizer, TEXT)
+    assert behind >= study._QUESTION + study.TOKENS
+    monkeypatch.setattr(model.config, "max_position_embeddings", tokens + behind - 1)
+    with pytest.raises(
+        ValueError, match=rf"{tokens} tokens of the text and {behind} of questions and answers are over"
+    ):
+        refined(loaded, tmp_path / "other")
+
+
+def test_a_full_cache_is_copied_for_as_many_prompts_as_fit(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = loaded
+    full, ids = read_text(model, tokenizer, "none", TEXT)
+    size, rows = kvpress.memory_report(full).total_bytes, []
+    read = study.SelfStudy._continued_batch
+
+    def counted(self: Any, prompts: Any, *arguments: Any) -> Any:
+        rows.append(len(prompts))
+        return read(self, prompts, *arguments)
+
+    monkeypatch.setattr(study.SelfStudy, "_continued_batch", counted)
+    items = {}
+    for limit, expected in ((8 * size, [5]), (2 * size, [2, 2, 1]), (size // 2, [1] * 5)):
+        monkeypatch.setattr(study, "_COPIES_BYTES", limit)
+        rows.clear()
+        items[limit] = study.SelfStudy(model, tokenizer, TEXT, ids, full).continuations(5, seed=3)
+        assert rows == expected
+    assert len({tuple(item.prompt for item in made) for made in items.values()}) == 1
+    # Equal prompts are not continued alike: the draws of one batch follow those of the batch before.
+    prompts = [items[size // 2][0].prompt] * 5
+    continued = study.SelfStudy(model, tokenizer, TEXT, ids, full)._continued(prompts, 12, seed=3, sampled=True)
+    assert len(set(map(tuple, continued))) > 1
+
+
+def test_stored_distributions_of_the_full_cache_are_normalised(loaded: Loaded, tmp_path: Path) -> None:
+    refinement = None
+
+    def keep(self: Any, current: Any) -> None:
+        nonlocal refinement
+        refinement = self
+        sums = [float(self._goal(current, item).exp().sum(dim=-1).sub(1).abs().max()) for item in self.state.items]
+        assert max(sums) < 1e-5
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(refine._Refinement, "_step", keep)
+        refined(loaded, tmp_path / "state", minutes=0.1)
+    assert refinement is not None
+    assert refinement.teacher
+
+
+def test_a_full_disk_is_an_error_of_the_system(tmp_path: Path) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full")
+    with pytest.raises(OSError, match="No space left") as error, open("/dev/full", "wb", buffering=0) as file:
+        state._serialise({"tensor": torch.zeros(200_000)}, file)
+    assert error.value.errno == errno.ENOSPC
 
 
 def test_a_model_without_a_backward_pass_is_refused(

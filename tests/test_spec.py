@@ -379,6 +379,13 @@ def test_a_press_of_the_user_is_found_and_a_name_is_not_taken_twice() -> None:
             ValueError, match="status must be one of recommended, reproduction, experimental, got 'good'"
         ):
             kvpress.register("second_tokens", "evict", status="good")  # type: ignore[arg-type]
+        with pytest.raises(
+            ValueError, match=r"role must be one of baseline, evict, .*, got 'evcit' for 'second_tokens'"
+        ):
+            kvpress.register("second_tokens", "evcit")  # type: ignore[arg-type]
+        for name in ("second tokens", "second:tokens", "2nd_tokens", ""):
+            with pytest.raises(ValueError, match=f"as specs contain it, got '{name}'"):
+                kvpress.register(name, "evict")
     finally:
         registry._entries.pop("firsttokens")
     with pytest.raises(KeyError, match=r"@kvpress\.register"):

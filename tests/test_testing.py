@@ -13,11 +13,14 @@ from torch import Tensor
 
 import kvpress
 from kvpress.cache.codec import Codec
-from kvpress.cache.segment import OfStreams, Segment
+from kvpress.cache.layout import Layout
+from kvpress.cache.segment import DenseSegment, OfStreams, Segment
 from kvpress.cache.selection import Chosen
 from kvpress.cache.storage import per_pair
 from kvpress.core.recipe import Recipe
 from kvpress.core.selector import Budget, Selector
+from kvpress.quant.press import QuantisingPress
+from kvpress.sparse.base import SelectorPress
 from kvpress.testing import Fault, check_press
 from kvpress.testing.checks import CHECKS
 from tests.models import tiny_model
@@ -118,6 +121,20 @@ class UnequalSegment(HalfSegment):
         return (keys if isinstance(rows, slice) else 1.01 * keys), values
 
 
+class EagerSegment(HalfSegment):
+    """Decodes all rows, whichever are chosen."""
+
+    def decode(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
+        return super().decode(slice(None))
+
+
+class NarrowSegment(HalfSegment):
+    """Decodes to float16."""
+
+    def decode(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
+        return self.half_keys[rows], self.half_values[rows]
+
+
 class LoudSegment(HalfSegment):
     """Attends to other values than it decodes."""
 
@@ -193,6 +210,11 @@ class Selecting(kvpress.BasePress):
         (Padded(0.5), r"padded row \(llama\), row 1 of 229 tokens: \d+ pairs differ .*: position \d+ of layer 0"),
         (Unreported(0.5), r"memory report \(llama\): \d+ bytes are reported and \d+ held"),
         (Half(UnequalSegment), r"stored pairs \(llama\): keys of UnequalSegment read at chosen rows differ by 0\.\d+"),
+        (Half(EagerSegment), r"stored pairs \(llama\): keys of EagerSegment read at \d+ rows are float32 \["),
+        (
+            Half(NarrowSegment),
+            r"stored pairs \(llama\): keys of NarrowSegment read at \d+ rows are float16 \[",
+        ),
         (Half(LoudSegment), r"stored pairs \(llama\): attention to LoudSegment differs by 0\.\d+"),
         (
             kvpress.KIVIPress(4, residual_length=512),
@@ -207,6 +229,109 @@ def test_a_broken_press_is_refused_by_the_name_of_the_property(press: Any, messa
     with pytest.raises(Fault, match=message) as raised:
         check_press(press, tiny_model("llama"))
     assert raised.value.kind in {check.name for check in CHECKS}
+
+
+class Sized(HalfCodec):
+    """Codec with other sizes, and another result of `encode`."""
+
+    def __init__(self, sizes: Any = (), encode: Any = None) -> None:
+        super().__init__(HalfSegment)
+        vars(self).update(sizes)
+        if encode is not None:
+            vars(self)["encode"] = encode
+
+
+class Unsized(Codec):
+    encode = HalfCodec.encode
+    pair_bytes = HalfCodec.pair_bytes
+
+
+class Returning(Selector):
+    """Returns `made(selection)` for the selection of the first pair of every query stream."""
+
+    def __init__(self, made: Any) -> None:
+        self.made = made
+
+    def choose(self, call: Any, queries: Tensor, first: int = 0) -> Any:
+        rows = torch.zeros(len(queries), 1, dtype=torch.long)
+        return self.made(
+            call, [[Chosen(rows, torch.ones(len(queries), dtype=torch.long)) for _ in call.store.segments]]
+        )
+
+
+@dataclass
+class Recipes(kvpress.BasePress):
+    """Returns a given recipe."""
+
+    made: Any = None
+
+    def recipe(self, model: Any = None) -> Recipe:
+        return self.made  # type: ignore[no-any-return]
+
+
+@dataclass
+class Bare(SelectorPress):
+    """Has no selector."""
+
+
+def one_row(call: Any, selection: Any) -> Any:
+    return [[Chosen(chosen.rows[:1], chosen.counts[:1]) for chosen in selection[0]]]
+
+
+def storing(**settings: Any) -> Recipes:
+    return Recipes(Recipe(codec=lambda layer: Sized(**settings)))
+
+
+def choosing(made: Any) -> Recipes:
+    return Recipes(Recipe(selector=lambda layer: Returning(made)))
+
+
+@pytest.mark.parametrize(
+    ("press", "message"),
+    [
+        (Recipes(), r"Recipes.recipe must return a Recipe, got NoneType"),
+        (Recipes(Recipe(codec=HalfCodec(HalfSegment))), r"such as lambda layer: HalfCodec\(\), got HalfCodec"),  # type: ignore[arg-type]
+        (Recipes(Recipe(codec=lambda layer: HalfCodec)), r"the codec of layer 0 must be a Codec or None, got <class"),  # type: ignore[arg-type,return-value]
+        (Recipes(Recipe(selector=lambda layer: 5)), r"the selector of layer 0 must be a Selector or None, got 5"),  # type: ignore[arg-type,return-value]
+        (Recipes(Recipe(codec=lambda layer: Unsized())), r"Unsized.group must be an integer >= 1, got None"),
+        (storing(sizes={"group": 0}), r"Sized.group must be >= 1, got 0"),
+        (storing(sizes={"residual": -1}), r"Sized.residual must be >= 0, got -1"),
+        (storing(encode=lambda pairs, sealing: None), r"Sized.encode must return a Segment, got NoneType"),
+        (
+            storing(encode=lambda pairs, sealing: DenseSegment(pairs.keys[:2], pairs.values[:2], Layout([2]))),
+            "the layout",
+        ),
+        (choosing(lambda call, selection: []), r"one Chosen for each of the 1 segments, got \[\]"),
+        (choosing(lambda call, selection: selection[0]), r"one Chosen for each of the 1 segments, got \[Chosen\]"),
+        (choosing(one_row), r"choose rows for 4 query streams, 1 tokens of 4 streams, got rows for 1: .* for_tokens"),
+        (Bare(budget=16), r"Bare must override `selector_at`"),
+        (kvpress.KnormPress, r"press must be a press, such as KnormPress\(0.5\), or a spec, got KnormPress"),
+        (5, r"press must be a press, such as KnormPress\(0.5\), or a spec, got int"),
+    ],
+)
+def test_a_mistake_in_a_class_is_named(press: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError, NotImplementedError), match=message):
+        check_press(press, tiny_model("llama"))
+
+
+@dataclass
+class Partial(QuantisingPress):
+    """Lacks the settings `skip_layers` and `sinks`."""
+
+    bits: int = 4
+    residual_length: int = 32
+
+
+def test_settings_and_recipes_are_checked_at_construction() -> None:
+    with pytest.raises(TypeError, match=r"dataclass with the settings bits, .*, sinks: give skip_layers a default"):
+        Partial()
+    with pytest.raises(TypeError, match=r"Recipes.recipe must return a Recipe, got NoneType"):
+        Recipes() + kvpress.KnormPress(0.5)
+
+
+def test_a_model_must_be_loaded() -> None:
+    with pytest.raises(TypeError, match="model must be a loaded model of transformers, got str"):
+        check_press("knorm:0.5", "reference")
 
 
 def test_a_correct_codec_of_a_user_passes() -> None:

@@ -448,6 +448,7 @@ class KVStore(Rollback):
             # Scales must not keep the graph of the pass alive, and products must not be rounded to 16 bits.
             with torch.no_grad(), torch.autocast(old.device.type, enabled=False):
                 segment = encode(old if offset is None else without(offset, old), codec_input)
+            _check_encoded(codec, segment, old)
             segment.key_offset = offset
             segment.describe(old, without=codec.reads_side)
             segment.put(codec.tier)
@@ -592,3 +593,17 @@ class KVStore(Rollback):
             twin.joined_parts = copy.deepcopy(self.joined_parts, memo)
         twin.index = dict(self.index)
         return twin
+
+
+def _check_encoded(codec: Codec, segment: Any, pairs: DenseSegment) -> None:
+    """Refuse an encoded segment that does not hold the pairs that a codec was given.
+
+    Raises:
+        TypeError: it is no segment.
+        ValueError: it has another layout.
+    """
+    name = f"{type(codec).__name__}.encode"
+    if not isinstance(segment, Segment):
+        raise TypeError(f"{name} must return a Segment, got {type(segment).__name__}")
+    if segment.layout.lengths != pairs.layout.lengths:
+        raise ValueError(f"{name} must return a segment with the layout of the pairs that it got")

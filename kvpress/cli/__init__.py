@@ -170,7 +170,7 @@ def plan_command(
 
     room = None
     longest: list[int] = []
-    with shown():
+    with shown(output=out):
         if out is not None:
             if out.is_dir() or not out.absolute().parent.is_dir():
                 message = f"{out} is a folder, or its parent folder does not exist: pass the name of a file"
@@ -206,9 +206,13 @@ def plan_command(
                     {**entry, "longest_context": max_tokens} for entry, max_tokens in zip(plans, longest, strict=True)
                 ]
             arguments = {"model": model, "context": context, "batch": batch, "generated": generated}
-            _write_json(
-                out, {**arguments, "positions": geometry.positions, "cache_bytes_allowed": room, "presses": plans}
-            )
+            figures = {
+                **arguments,
+                "positions": geometry.positions,
+                "cache_bytes_allowed": room,
+                "presses": plans,
+            }
+            out.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     length = f"{context} + {generated}" if generated else f"{context}"
     title = f"{model}: {batch} x {length} tokens, {geometry.dtype}".replace("torch.", "")
     console = new_console()
@@ -250,13 +254,6 @@ def plan_command(
     if room is not None:
         text = f"weights {format_bytes(weights)}, which leaves {format_bytes(room)} for the cache and the activations of a pass"
         print_text(console, f"{memory}: {text}\n{_verdict(rows, longest, room, context)}")
-
-
-def _write_json(path: Path, figures: dict[str, Any]) -> None:
-    try:
-        path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        fail(error, UNWRITABLE)
 
 
 def _note_on_positions(geometry: Geometry, context: int, generated: int, longest: Sequence[int]) -> str:

@@ -39,7 +39,7 @@ def compress_command(
     With `--refine`, the pairs of the cache are then trained, at the same size: the model asks itself questions about the text,
     and learns to answer from the cache as from the whole text. A killed training continues with the same command.
     """
-    with shown():
+    with shown(output=out):
         from kvpress.cache.container import check_compression
         from kvpress.cache.report import memory_report
         from kvpress.calibrate.corpus import read_utf8

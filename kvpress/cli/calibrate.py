@@ -79,7 +79,7 @@ def method_command(method: ListedMethod) -> Any:
         force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
         **settings: Any,
     ) -> None:
-        with shown():
+        with shown(output=out):
             calibrate_model(
                 model, data, out, _settings(method, settings), sequences, tokens, device, force, model_kwargs
             )

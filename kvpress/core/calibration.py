@@ -152,11 +152,15 @@ def read_json_object(path: Path, remedy: str) -> dict[str, Any]:
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file atomically: a crash leaves the old file or none."""
     partial_file = path.with_name(path.name + ".part")
-    with partial_file.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial_file.replace(path)
+    try:
+        with partial_file.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial_file.replace(path)
+    except BaseException:
+        partial_file.unlink(missing_ok=True)
+        raise
 
 
 def read(path: str | Path, method: str | None = None) -> Calibration:

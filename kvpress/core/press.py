@@ -22,7 +22,7 @@ from kvpress.core.compose import merge
 from kvpress.core.executor import FOLLOW
 from kvpress.core.host import host
 from kvpress.core.model import ModelFacts
-from kvpress.core.recipe import Allocator, Eviction, Recipe
+from kvpress.core.recipe import Allocator, Eviction, Recipe, recipe_of
 from kvpress.core.registry import find
 from kvpress.core.scoring import ByScore, Scored, Scorer
 from kvpress.observe.observer import Wanted
@@ -268,7 +268,7 @@ class ComposedPress(BasePress):
         return 1 - reduce(lambda share, ratio: share * (1 - ratio), ratios, 1.0)
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
-        return merge([(press, press.recipe(model)) for press in self.presses])
+        return merge([(press, recipe_of(press, model)) for press in self.presses])
 
     def post_init_from_model(self, model: nn.Module) -> None:
         for press in self.presses:

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from kvpress.cache.codec import Codec
 from kvpress.core.amount import Amount, Schedule
+from kvpress.core.checks import check_count
 from kvpress.core.dropping import Dropping
 from kvpress.core.pattern import Pattern
 from kvpress.core.scoring import Scored, Scorer
@@ -28,6 +29,8 @@ from kvpress.observe.passes import Pass
 from kvpress.observe.queries import SampledQueries
 from kvpress.observe.spans import SPANS, SpanRule
 from kvpress.observe.view import LOG_WEIGHT, View
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -420,14 +423,21 @@ class Recipe:
             tokens = kept
 
     def codec_at(self, layer: int) -> Codec | None:
-        """Return the codec of a layer; a selector without a codec gets a dense one, so that it can index sealed pairs."""
-        codec = None if self.codec is None else self.codec(layer)
+        """Return the codec of a layer; a selector without a codec gets a dense one, so that it can index sealed pairs.
+
+        Raises:
+            TypeError, ValueError: `codec` returns something else, or a codec whose sizes are missing or out of range.
+        """
+        codec = None if self.codec is None else _made(self.codec, Codec, layer)
+        if codec is not None:
+            for name, minimum in (("group", 1), ("residual", 0), ("sinks", 0)):
+                check_count(f"{type(codec).__name__}.{name}", getattr(codec, name, None), minimum)
         selector = self.selector_at(layer)
         return codec if codec is not None or selector is None else selector.sealing
 
     def selector_at(self, layer: int) -> Selector | None:
         """Return the selector of a layer; None reads all pairs."""
-        return None if self.selector is None else self.selector(layer)
+        return None if self.selector is None else _made(self.selector, Selector, layer)
 
     @property
     def ragged(self) -> bool:
@@ -443,3 +453,33 @@ class Recipe:
         return not any(
             hook is not None and hook.reads and "prefill" in hook.phases for hook in (*prepared, *self.hooks)
         )
+
+
+def recipe_of(press: Any, model: Any = None) -> Recipe:
+    """Return the recipe of a press.
+
+    Raises:
+        TypeError: the press returns something else.
+    """
+    recipe = press.recipe(model)
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"{type(press).__name__}.recipe must return a Recipe, got {type(recipe).__name__}")
+    return recipe
+
+
+def _made(make: Callable[[int], T | None], kind: Any, layer: int) -> T | None:
+    """Return the codec or selector of a layer.
+
+    Raises:
+        TypeError: `make` is no function, or returns something else.
+    """
+    name = kind.__name__.lower()
+    if not callable(make):
+        fix = f"such as lambda layer: {type(make).__name__}()"
+        raise TypeError(
+            f"{name} of a Recipe must be a function of the index of a layer, {fix}, got {type(make).__name__}"
+        )
+    result = make(layer)
+    if result is None or isinstance(result, kind):
+        return result
+    raise TypeError(f"the {name} of layer {layer} must be a {kind.__name__} or None, got {result!r:.80}")

@@ -11,6 +11,7 @@ import difflib
 import functools
 import importlib
 import pkgutil
+import re
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ STATUSES: dict[Status, str] = {
 GROUP = "kvpress.presses"
 """Group of entry points by which other packages add presses."""
 EVERY_SUITE = "every suite"
+NAME = r"[A-Za-z][\w-]*"
+"""Pattern of the name of a press."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +110,12 @@ def register(
     Without `status`, a press with a paper is a reproduction, and a press without one is experimental.
 
     Raises:
-        ValueError: another class has the name already, or the status is unknown.
+        ValueError: another class has the name already, no spec can contain the name, or the role or the status is unknown.
     """
+    if re.fullmatch(NAME, name) is None:
+        raise ValueError(f"name must be letters, digits, _ and -, a letter first, as specs contain it, got {name!r}")
+    if role not in ORDER:
+        raise ValueError(f"role must be one of {', '.join(ORDER)}, got {role!r} for {name!r}")
     if status is not None and status not in STATUSES:
         raise ValueError(f"status must be one of {', '.join(STATUSES)}, got {status!r} for {name!r}")
 

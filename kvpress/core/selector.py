@@ -16,6 +16,7 @@ from kvpress.cache import attention
 from kvpress.cache.attention import Partial
 from kvpress.cache.codec import Codec, DenseCodec
 from kvpress.cache.layout import Layout
+from kvpress.cache.segment import Segment
 from kvpress.cache.selection import (
     Chosen,
     Selection,
@@ -86,7 +87,7 @@ class Selector(ABC):
         """
         tokens = call.queries.shape[2]
         if tokens == 1:
-            call.read = self.choose(call, queries)
+            call.read = self._checked_choice(call, queries)
             operands = self._operands(call, queries)
             return self.attend_to(call, queries, call.read) if operands is None else operands
         token_queries, streams = by_token(queries, tokens), len(queries)
@@ -94,7 +95,7 @@ class Selector(ABC):
         parts: list[list[Partial]] = []
         for block in self.blocks(call):
             block_queries = token_queries[block].flatten(0, 1)
-            selection = self.choose(call, block_queries, block.start)
+            selection = self._checked_choice(call, block_queries, block.start)
             if selection is None:
                 call.read = None
                 return self.attend_to(call, queries, None)
@@ -105,6 +106,34 @@ class Selector(ABC):
             (by_stream([out for out, _ in blocks], streams), by_stream([lse for _, lse in blocks], streams))
             for blocks in zip(*parts, strict=True)
         ]
+
+    def _checked_choice(self, call: LayerCall, queries: Tensor, first: int = 0) -> Selection:
+        """Return the selection of `choose`.
+
+        Raises:
+            TypeError: `choose` returns neither None nor a selection.
+            ValueError: a selection has rows for another number of query streams.
+        """
+        selection, segments = self.choose(call, queries, first), call.store.segments
+        if selection is None:
+            return None
+        name = f"{type(self).__name__}.choose"
+        if (
+            not isinstance(selection, (list, tuple))
+            or not selection
+            or not all(_is_set(s, segments) for s in selection)
+        ):
+            raise TypeError(
+                f"{name} must return None or a list of sets of pairs, each a list with one Chosen for each of the "
+                f"{len(segments)} segments, got {_shown(selection)}"
+            )
+        if wrong_sets := [pairs for pair_sets in selection for pairs in pair_sets if len(pairs.rows) != len(queries)]:
+            streams = segments[0].layout.streams
+            raise ValueError(
+                f"{name} must choose rows for {len(queries)} query streams, {len(queries) // streams} tokens of {streams} "
+                f"streams, got rows for {len(wrong_sets[0].rows)}: repeat data per stream by for_tokens"
+            )
+        return selection
 
     def _operands(self, call: LayerCall, queries: Tensor) -> list[Part] | None:
         """Return the pairs of `call.read` as parts; None where `attend_to` has more to do than to read them."""
@@ -262,3 +291,19 @@ def spans_of(layout: Layout, per_query: Tensor) -> tuple[Tensor, Tensor]:
     starts, lengths = layout.on(per_query.device)
     tokens = len(per_query) // layout.streams
     return for_tokens(starts, tokens), for_tokens(lengths, tokens)
+
+
+def _is_set(chosen: Any, segments: Sequence[Segment]) -> bool:
+    """Whether an entry of a selection has the chosen pairs of each segment."""
+    return (
+        isinstance(chosen, (list, tuple))
+        and len(chosen) == len(segments)
+        and all(isinstance(pairs, Chosen) for pairs in chosen)
+    )
+
+
+def _shown(selection: Any) -> str:
+    """Return the types in a wrong selection."""
+    if not isinstance(selection, (list, tuple)):
+        return type(selection).__name__
+    return f"[{', '.join(map(_shown, selection))}]"

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpress.core.press import BasePress, ComposedPress, parts_of
-from kvpress.core.registry import Entry, entries, find, name_of, nearest
+from kvpress.core.registry import NAME, Entry, entries, find, name_of, nearest
 
 FILE, ENDINGS = "@", (".yaml", ".yml")
 """Prefix of a path, and file name endings of a path without the prefix."""
@@ -228,7 +228,7 @@ def _from_dict(data: Any) -> BasePress:
 def _parse_term(term: str, spec: str) -> BasePress:
     if term.startswith(FILE):
         return _read_file(term.removeprefix(FILE).strip())
-    match = re.match(r"[A-Za-z][\w-]*", term)
+    match = re.match(NAME, term)
     if match is None:
         raise ValueError(f"expected the name of a press at {term!r} in {spec!r}")
     entry = find(match.group())

@@ -76,6 +76,7 @@ class CalibratedPress(QuantisingPress):
     @abstractmethod
     def held(self, layer: LayerFacts) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the tensors that the file must have for a layer, by name."""
+        raise NotImplementedError(f"{type(self).__name__} must override `held`")
 
     def codec_at(self, layer: int) -> Codec | None:
         # Sliding-window layers have no tables and stay dense.

@@ -15,6 +15,9 @@ from kvpress.core.recipe import Recipe
 from kvpress.kernels import BITS, check_packing
 from kvpress.quant.bits import Bits, LayerBits, freeze
 
+_SETTINGS = ("bits", "residual_length", "skip_layers", "sinks")
+"""Fields of every quantising press."""
+
 
 class QuantisingPress(BasePress):
     """Base of presses that store pairs in fewer bits; subclasses are dataclasses with these fields and define `layer_codec`.
@@ -37,6 +40,11 @@ class QuantisingPress(BasePress):
     allowed_bits: ClassVar[Sequence[int]] = BITS
 
     def __post_init__(self) -> None:
+        if missing := [name for name in _SETTINGS if not hasattr(self, name)]:
+            raise TypeError(
+                f"{type(self).__name__} must be a dataclass with the settings {', '.join(_SETTINGS)}: give {missing[0]} a "
+                "default"
+            )
         for name, value in vars(self).items():
             setattr(self, name, freeze(value))
         self.skip_layers = (self.skip_layers,) if isinstance(self.skip_layers, int) else self.skip_layers
@@ -75,6 +83,7 @@ class QuantisingPress(BasePress):
     @abstractmethod
     def layer_codec(self, layer: int) -> Codec:
         """Return the codec of one layer."""
+        raise NotImplementedError(f"{type(self).__name__} must override `layer_codec`")
 
     def codec_at(self, layer: int) -> Codec | None:
         """Return the codec of an attention layer; None leaves it dense."""

@@ -25,6 +25,7 @@ class SelectorWrapperPress(BasePress):
     @abstractmethod
     def around(self, selector: Selector) -> Selector:
         """Return the selector that takes the place of an inner one."""
+        raise NotImplementedError(f"{type(self).__name__} must override `around`")
 
     def validate(self) -> None:
         super().validate()

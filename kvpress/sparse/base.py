@@ -51,3 +51,4 @@ class SelectorPress(BasePress):
     @abstractmethod
     def selector_at(self, layer: int) -> Selector | None:
         """Return the selector of an attention layer; None reads everything."""
+        raise NotImplementedError(f"{type(self).__name__} must override `selector_at`")

@@ -51,6 +51,7 @@ class PatternPress(BasePress):
     @abstractmethod
     def tiles(self, layer: int, prompt: PromptTensors) -> Tiles:
         """Return the tiles that a layer reads of a prompt."""
+        raise NotImplementedError(f"{type(self).__name__} must override `tiles`")
 
 
 @dataclass

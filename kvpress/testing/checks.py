@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 
 import kvpress
@@ -23,7 +23,7 @@ from kvpress.cache.layout import Layout
 from kvpress.cache.segment import Segment
 from kvpress.cache.selection import Selection
 from kvpress.core.press import BasePress, ComposedPress, built
-from kvpress.core.recipe import Eviction, Recipe
+from kvpress.core.recipe import Eviction, Recipe, recipe_of
 from kvpress.hf.models import cache_place, facts_of, with_cache
 from kvpress.testing.comparison import Fault, Positions, explain, positions, unequal_positions
 from kvpress.testing.memory import held_by_cache
@@ -65,9 +65,15 @@ def check_press(press: BasePress | str, model: Any = None) -> list[str]:
 
     Raises:
         Fault: a property does not hold; an `AssertionError` that begins with the name of the property.
+        TypeError: the press is no press, or the model no model.
         ValueError: the model is no float32 model on the CPU.
     """
     checked_press: BasePress = built(press)
+    if not isinstance(checked_press, BasePress):
+        actual = checked_press.__name__ if isinstance(checked_press, type) else type(checked_press).__name__
+        raise TypeError(f"press must be a press, such as KnormPress(0.5), or a spec, got {actual}")
+    if not (model is None or isinstance(model, nn.Module)):
+        raise TypeError(f"model must be a loaded model of transformers, got {type(model).__name__}")
     names: list[str] = []
     for checked in tiny_models() if model is None else (model,):
         if checked.dtype != torch.float32 or checked.device.type != "cpu":
@@ -75,7 +81,7 @@ def check_press(press: BasePress | str, model: Any = None) -> list[str]:
                 f"model must be in float32 on the CPU, so that errors are more than rounding; got {checked.dtype} on "
                 f"{checked.device}: call model.float().cpu()"
             )
-        recipe = checked_press.recipe(facts_of(checked))
+        recipe = recipe_of(checked_press, facts_of(checked))
         for check in CHECKS:
             if check.applies(recipe):
                 with torch.no_grad():
@@ -298,6 +304,12 @@ def check_segment(segment: Segment, name: str) -> None:
     keys, values = segment.read(slice(None))
     rows = torch.arange(0, layout.total, 3, device=segment.device)
     for whole_side, side, chosen in zip((keys, values), ("keys", "values"), segment.read(rows), strict=True):
+        for read, count in ((whole_side, layout.total), (chosen, len(rows))):
+            if read.dtype != torch.float32 or read.dim() != 2 or len(read) != count:
+                actual = f"{str(read.dtype).removeprefix('torch.')} {list(read.shape)}"
+                raise Fault(
+                    name, f"{side} of {kind} read at {count} rows are {actual}, not float32 [{count}, channels]"
+                )
         if not torch.equal(whole_side[rows], chosen):
             error = float((whole_side[rows] - chosen).abs().max())
             raise Fault(name, f"{side} of {kind} read at chosen rows differ by {error:.2g} from those read at once")

@@ -32,9 +32,10 @@ from kvpress.core.press import BasePress
 from kvpress.core.spec import get_press, to_spec
 from kvpress.hf.generation.ask import read_text, text_ids
 from kvpress.hf.models import facts_of
+from kvpress.hf.positions import check_positions
 from kvpress.hf.refine.state import RefineState
-from kvpress.hf.refine.study import SelfStudy, StudyItem
-from kvpress.hf.refine.trainable import TrainableCache
+from kvpress.hf.refine.study import SelfStudy, StudyItem, tokens_behind
+from kvpress.hf.refine.trainable import TrainableCache, check_trainable
 from kvpress.hf.session.rereading import logits_behind
 from kvpress.hf.session.session import Session, session
 
@@ -131,8 +132,8 @@ def refine_text(
         clock: returns seconds.
 
     Raises:
-        ValueError: minutes or the text are too few, the state belongs to another refinement, the press has compressed
-            nothing, or no gradient reaches the cache.
+        ValueError: minutes or the text are too few, the text and a question about it exceed the positions of the model, the
+            state belongs to another refinement, the press has compressed nothing, or no gradient reaches the cache.
         NotImplementedError: the cache of this press or model cannot be trained.
         OSError: the state cannot be written.
     """
@@ -142,13 +143,12 @@ def refine_text(
         raise ValueError(
             f"the text has {ids.shape[1]} tokens, and refining needs at least {SHORTEST}: compress without it"
         )
-    with torch.random.fork_rng(devices=[ids.device] if ids.device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        cache, _ = read_text(model, tokenizer, press, text)
-    with _frozen(model), session(press, model, evict=False, private=True, tokenizer=tokenizer) as current:
-        trained = TrainableCache(current, cache, ids[:, :1])
-    full, _ = read_text(model, tokenizer, "none", text)
-    study = SelfStudy(model, tokenizer, text, ids, full)
+    behind = tokens_behind(model, tokenizer, text)
+    subject = f"{ids.shape[1]} tokens of the text and {behind} of questions and answers are"
+    fix = "give a shorter text, or compress without --refine"
+    check_positions(model.config, ids.shape[1] + behind, fix, subject)
+    with session(press, model, evict=False, private=True, tokenizer=tokenizer) as current:
+        check_trainable(current)
     identity = {
         "kvpress": kvpress.__version__,
         "model": identify(facts_of(model)),
@@ -157,9 +157,17 @@ def refine_text(
         "text": hashlib.sha256(str(ids.tolist()).encode()).hexdigest(),
         "seed": seed,
     }
+    state = RefineState.load(path, identity, ids.device) if path.exists() else None
+    with torch.random.fork_rng(devices=[ids.device] if ids.device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        cache, _ = read_text(model, tokenizer, press, text)
+    with _frozen(model), session(press, model, evict=False, private=True, tokenizer=tokenizer) as current:
+        trained = TrainableCache(current, cache, ids[:, :1])
+    full, _ = read_text(model, tokenizer, "none", text)
+    study = SelfStudy(model, tokenizer, text, ids, full)
     refinement = _Refinement(model, press, trained, study, 60 * minutes, path, say, seed, clock)
     with _frozen(model):
-        return refinement.run(identity)
+        return refinement.run(identity, state)
 
 
 class _Refinement:
@@ -184,11 +192,13 @@ class _Refinement:
         self.teacher: dict[StudyItem, Tensor] = {}
         self.teacher_bytes = 0
 
-    def run(self, identity: dict[str, Any]) -> Refined:
-        """Train until the time is over; return the best state."""
-        self.state = self._resumed(identity) if self.path.exists() else self._new(identity)
+    def run(self, identity: dict[str, Any], stored: RefineState | None) -> Refined:
+        """Train until the time is over, on from a stored state if there is one; return the best state."""
+        self.state = self._new(identity) if stored is None else self._resumed(stored)
         self.started, self.earlier = self.clock(), self.state.seconds
         self.saved, self.measured, self.measuring = self.elapsed, self.elapsed, 0.0
+        if stored is None:
+            self._save()  # a folder that cannot be written to, or a full disk, is found before the training
         try:
             while self.elapsed < self.limit:
                 self._round()
@@ -216,10 +226,9 @@ class _Refinement:
         self.say(f"held-out KL before: {state.before:.4f} nats ({len(held_out)} items)")
         return state
 
-    def _resumed(self, identity: dict[str, Any]) -> RefineState:
-        """Return the state in the file, and continue from its tensors."""
-        shapes = [tensor.shape for tensor in self.trained.parameters]
-        state = RefineState.load(self.path, identity, shapes, self.study.ids.device)
+    def _resumed(self, state: RefineState) -> RefineState:
+        """Continue from the tensors of a stored state."""
+        state.check_shapes(self.path, [tensor.shape for tensor in self.trained.parameters])
         self.trained.load(state.tensors)
         self.optimiser.load_state_dict(state.optimiser)
         self.say(f"continuing {self.path} after {state.seconds / 60:.1f} minutes and {state.steps} steps")
@@ -323,15 +332,16 @@ class _Refinement:
 
     @torch.no_grad()
     def _goal(self, current: Session, item: StudyItem) -> Tensor:
-        """Return the log-probabilities `[n, vocabulary]` behind the full cache, from memory where they are."""
-        stored = self.teacher.get(item)
-        if stored is not None:
-            return stored.float()
-        goal = _log_probs(current, self.study.full, item)
-        half = goal.half()
-        if self.teacher_bytes + half.nbytes <= _TEACHER_BYTES:
-            self.teacher[item], self.teacher_bytes = half, self.teacher_bytes + half.nbytes
-        return half.float()
+        """Return the log-probabilities `[n, vocabulary]` behind the full cache, from memory where they are.
+
+        They are rounded to half precision, and normalised afterwards: a KL to a rounded distribution may be negative.
+        """
+        half = self.teacher.get(item)
+        if half is None:
+            half = _log_probs(current, self.study.full, item).half()
+            if self.teacher_bytes + half.nbytes <= _TEACHER_BYTES:
+                self.teacher[item], self.teacher_bytes = half, self.teacher_bytes + half.nbytes
+        return half.float().log_softmax(dim=-1)
 
 
 def _log_probs(current: Session, cache: Cache, item: StudyItem) -> Tensor:

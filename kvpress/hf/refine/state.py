@@ -7,7 +7,7 @@ import os
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ class RefineState:
             plain[name] = [[item.kind, list(item.prompt), list(item.answer)] for item in plain[name]]
         try:
             with part.open("xb") as file:
-                torch.save(plain, file)
+                _serialise(plain, file)
                 file.flush()
                 os.fsync(file.fileno())
             part.replace(path)
@@ -65,27 +65,67 @@ class RefineState:
             raise
 
     @classmethod
-    def load(cls, path: Path, identity: dict[str, Any], shapes: list[torch.Size], device: torch.device) -> RefineState:
-        """Read the state of a refinement with the same `identity`, whose trained tensors have `shapes`.
+    def load(cls, path: Path, identity: dict[str, Any], device: torch.device) -> RefineState:
+        """Read the state of a refinement with the same `identity`.
 
         Raises:
             ValueError: the file is damaged, or belongs to another refinement, whose differences the message names.
         """
-        fix = "remove it, or name another --out"
         try:
             plain = torch.load(path, map_location=device, weights_only=True)
             for name in _ITEMS:
                 plain[name] = [StudyItem(kind, tuple(prompt), tuple(answer)) for kind, prompt, answer in plain[name]]
             state = cls(**plain)
         except Exception as error:  # torch raises errors of many types for damaged files
-            raise ValueError(f"{path} is no state of a refinement, or is damaged ({error}): {fix}") from error
+            raise ValueError(f"{path} is no state of a refinement, or is damaged ({error}): {_FIX}") from error
         others = [name for name, value in identity.items() if state.identity.get(name) != value]
         if others:
-            raise ValueError(f"{path} belongs to another refinement, with another {', '.join(others)}: {fix}")
-        if [tensor.shape for tensor in state.tensors] != shapes:
-            raise ValueError(f"{path} holds other pairs than the press keeps of this text now: {fix}")
+            raise ValueError(f"{path} belongs to another refinement, with another {', '.join(others)}: {_FIX}")
         return state
+
+    def check_shapes(self, path: Path, shapes: list[torch.Size]) -> None:
+        """Refuse a state whose trained tensors have other shapes than those of the cache.
+
+        Raises:
+            ValueError: they differ.
+        """
+        if [tensor.shape for tensor in self.tensors] != shapes:
+            raise ValueError(f"{path} holds other pairs than the press keeps of this text now: {_FIX}")
+
+
+class _Writer:
+    """Writes to a file, and keeps the error of a failed write."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.error: OSError | None = None
+
+    def write(self, content: Any) -> int:
+        try:
+            return self.file.write(content)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def _serialise(content: dict[str, Any], file: BinaryIO) -> None:
+    """Write tensors and plain values to a file.
+
+    Raises:
+        OSError: a write failed, for which torch raises a RuntimeError about its archive.
+    """
+    writer = _Writer(file)
+    try:
+        torch.save(content, cast("BinaryIO", writer))
+    except RuntimeError:
+        if writer.error is not None:
+            raise writer.error from None
+        raise
 
 
 _ITEMS = ("chosen_by", "held_out", "items")
 """Fields with items."""
+_FIX = "remove it, or name another --out"

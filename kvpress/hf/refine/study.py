@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from kvpress.cache.report import memory_report
 from kvpress.hf.generation.ask import framed, question_text
 from kvpress.hf.models import with_cache
 
@@ -33,6 +34,8 @@ _SEEDS = (
 )
 """Requests for a question, in turn; a model without a chat template continues `Question:` instead."""
 _PLAIN_SEED = "\nQuestion:"
+_COPIES_BYTES = 2**30
+"""Memory for copies of the full cache, one for each prompt that is continued at once; a larger cache is copied once."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,27 @@ class StudyItem:
     """Ids before the answer, one or more."""
     answer: tuple[int, ...]
     """Ids of the answer, the continuation or the passage, one or more."""
+
+
+def tokens_behind(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str) -> int:
+    """Return the most tokens that a study reads behind a text: a request, question or quotation, and what follows it."""
+    _, after = framed(model, tokenizer, text)
+
+    def count(text: str) -> int:
+        return len(tokenizer.encode(text, add_special_tokens=False))
+
+    request = max(map(count, _requests(tokenizer, after))) + _QUESTION
+    question = (
+        count(question_text(tokenizer, "") + after) + 2 * _QUESTION + TOKENS
+    )  # a question may have more tokens than its ids
+    return max(request, question, 1 + _QUOTED[1] + TOKENS)
+
+
+def _requests(tokenizer: PreTrainedTokenizerBase, after: str) -> list[str]:
+    """Return the texts that the model continues with a question; `after` is the text between a question and its answer."""
+    if tokenizer.chat_template is None:
+        return [_PLAIN_SEED]
+    return [question_text(tokenizer, request) + after for request in _SEEDS]
 
 
 class SelfStudy:
@@ -60,11 +84,8 @@ class SelfStudy:
 
     def questions(self, count: int, seed: int) -> list[StudyItem]:
         """Return up to `count` questions that the model asks, with the answers that it gives; empty questions are left out."""
-        if self.tokenizer.chat_template is None:
-            prompts = [self._encode(_PLAIN_SEED)] * count
-        else:
-            seeds = [_SEEDS[(self.asked + n) % len(_SEEDS)] for n in range(count)]
-            prompts = [self._encode(self._question(request)) for request in seeds]
+        requests = _requests(self.tokenizer, self.after)
+        prompts = [self._encode(requests[(self.asked + n) % len(requests)]) for n in range(count)]
         self.asked += count
         texts = [self._first_line(ids) for ids in self._continued(prompts, _QUESTION, seed, sampled=True)]
         asked = [self._encode(self._question(text)) for text in dict.fromkeys(texts) if text]
@@ -104,7 +125,19 @@ class SelfStudy:
         return text.splitlines()[0].strip() if text else ""
 
     def _continued(self, prompts: Sequence[Sequence[int]], tokens: int, seed: int, *, sampled: bool) -> list[list[int]]:
-        """Return up to `tokens` ids that follow each prompt behind the text; the end token is the last one, if it comes."""
+        """Return up to `tokens` ids that follow each prompt behind the text; the end token is the last one, if it comes.
+
+        As many prompts are read at once as copies of the full cache fit into `_COPIES_BYTES`.
+        """
+        draws = torch.Generator(device=self.ids.device).manual_seed(seed)
+        most = max(1, _COPIES_BYTES // memory_report(self.full).total_bytes)
+        batches = [prompts[start : start + most] for start in range(0, len(prompts), most)]
+        return [row for batch in batches for row in self._continued_batch(batch, tokens, draws if sampled else None)]
+
+    def _continued_batch(
+        self, prompts: Sequence[Sequence[int]], tokens: int, draws: torch.Generator | None
+    ) -> list[list[int]]:
+        """Return up to `tokens` ids that follow each prompt, all in one batch: sampled with `draws`, or greedy without."""
         ends = _end_tokens(self.model)
         cache = copy.deepcopy(self.full)
         cache.batch_repeat_interleave(len(prompts))
@@ -112,7 +145,6 @@ class SelfStudy:
         pads = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts])
         new = torch.tensor([[0] * (longest - len(ids)) + list(ids) for ids in prompts]).to(self.ids.device)
         mask = torch.cat([torch.ones(len(prompts), self.ids.shape[1], dtype=torch.long), pads], dim=1).to(new.device)
-        draws = torch.Generator(device=new.device).manual_seed(seed)
         rows: list[list[int]] = [[] for _ in prompts]
         is_open = [True] * len(prompts)
         with torch.no_grad():
@@ -127,7 +159,7 @@ class SelfStudy:
                     logits_to_keep=1,
                 )
                 logits = output.logits[:, -1].float()
-                if sampled:
+                if draws is not None:
                     new = torch.multinomial(torch.softmax(logits / _TEMPERATURE, dim=-1), 1, generator=draws)
                 else:
                     new = logits.argmax(dim=-1, keepdim=True)

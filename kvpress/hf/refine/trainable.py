@@ -45,7 +45,8 @@ class TrainableCache:
         self.session, self.cache = session, cache
         self.codecs: dict[int, Codec | None] = {}
         self.sealings: dict[int, Sealing] = {}
-        _check(session, cache)
+        check_trainable(session)
+        check_appends(session, cache, "compress without --refine")
         with torch.no_grad():
             logits_behind(session, cache, example, self._note)
         self.stores: dict[int, KVStore] = {
@@ -155,11 +156,11 @@ class TrainableCache:
         return twin
 
 
-def _check(session: Session, cache: DynamicCache) -> None:
-    """Refuse models and presses whose caches are not trained.
+def check_trainable(session: Session) -> None:
+    """Refuse models and presses whose caches are not trained; called before the text is read.
 
     Raises:
-        NotImplementedError: the press selects, offloads or drops, or the model reads or changes its cache in another way.
+        NotImplementedError: the press selects, offloads or drops, or the model reads its cache by itself.
     """
     spec, name = to_spec(session.press), type(session.model).__name__
     recipe = session.recipe
@@ -180,7 +181,6 @@ def _check(session: Session, cache: DynamicCache) -> None:
         )
     if session.reads_itself:
         raise NotImplementedError(f"the cache of {name} cannot be trained: the model reads it by itself")
-    check_appends(session, cache, "compress without --refine")
 
 
 def _leaves(decoded: DecodedPairs) -> DecodedPairs:

@@ -25,7 +25,7 @@ from kvpress.core.effect import warn_if_idle, warn_if_unread
 from kvpress.core.executor import Executor
 from kvpress.core.model import LayerFacts
 from kvpress.core.press import BasePress, parts_of, remember
-from kvpress.core.recipe import Recipe
+from kvpress.core.recipe import Recipe, recipe_of
 from kvpress.core.spec import get_press
 from kvpress.hf.attention import self_caching
 from kvpress.hf.attention.native import NAME
@@ -139,7 +139,7 @@ class Session(BaseSession):
     def prepare(self) -> None:
         """Check that the press supports the model, and build the plan of each layer."""
         self.press.validate()
-        outline = self.press.recipe()
+        outline = recipe_of(self.press)
         if not check_model(self.model, outline.is_identity, self.modules):
             self.modules = []
             return
@@ -148,7 +148,7 @@ class Session(BaseSession):
             facts = replace(facts, tokenizer=lambda: self.tokenizer)
         self.positions = facts.positions
         self.press.post_init_from_model(self.model)
-        self.recipe = self.press.recipe(facts)
+        self.recipe = recipe_of(self.press, facts)
         if self.reads_itself:
             self_caching.check_press(self.model, self.recipe)
         token_dropping.check_model(self, self.recipe)
