@@ -201,6 +201,18 @@ def test_a_training_that_makes_it_worse_leaves_the_cache_of_the_press(
     assert torch.equal(*(logits(loaded, cache, press, kept.ids[0, :8].tolist()) for cache in (kept.cache, start)))
 
 
+def test_a_training_that_makes_it_worse_goes_on_from_the_best_state_in_smaller_steps(
+    loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refine, "RATE", 3.0)
+    monkeypatch.setattr(refine, "_MEASURING", 10.0)  # after every minute
+    lines: list[str] = []
+    kept = refined(loaded, tmp_path / "state", minutes=8, say=lines.append)
+    assert any(line == "back to the best, with 0.33 of the first learning rate" for line in lines)
+    assert torch.load(tmp_path / "state")["rate_share"] < 1
+    assert kept.after < 0.8 * kept.before
+
+
 @pytest.mark.parametrize(
     ("press", "text", "minutes", "message"),
     [

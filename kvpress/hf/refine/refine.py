@@ -51,6 +51,8 @@ _STEP_ITEMS = 2
 """Items of a step."""
 _WARM_UP = 10
 """Steps until the learning rate is reached; it then falls linearly to zero at the end of the time."""
+_SMALLER = 3.0
+"""Divisor of the learning rate after a minute that has not led to a better state."""
 _ROUNDED = 4
 """Steps between two looks at the rounding errors of the formats."""
 _TRAINING = 2.0
@@ -189,6 +191,7 @@ class _Refinement:
         self.limit, self.path, self.say, self.seed, self.clock = limit, path, say, seed, clock
         self.optimiser = torch.optim.Adam(trained.groups(RATE), betas=(0.9, 0.99))
         self.rates = [group["lr"] for group in self.optimiser.param_groups]
+        self.start = [tensor.detach().clone() for tensor in trained.parameters]
         self.teacher: dict[StudyItem, Tensor] = {}
         self.teacher_bytes = 0
 
@@ -253,8 +256,8 @@ class _Refinement:
             with self._block() as current:
                 self._step(current)
             if self.elapsed - self.saved >= _SAVED:
-                if self.measuring <= _MEASURING * (self.elapsed - self.measured):
-                    self._measure()
+                if self.measuring <= _MEASURING * (self.elapsed - self.measured) and not self._measure():
+                    self._step_back()
                 self._save()
             if self.elapsed >= until:
                 return
@@ -268,7 +271,7 @@ class _Refinement:
         state = self.state
         left = max(0.0, 1 - self.elapsed / self.limit)
         for group, rate in zip(self.optimiser.param_groups, self.rates, strict=True):
-            group["lr"] = rate * left * min(1.0, (state.steps + 1) / _WARM_UP)
+            group["lr"] = rate * state.rate_share * left * min(1.0, (state.steps + 1) / _WARM_UP)
         self.optimiser.zero_grad()
         if state.steps % _ROUNDED == 0 or not self.trained.errors:
             self.trained.update_errors()
@@ -289,11 +292,12 @@ class _Refinement:
             self.optimiser.step()
         state.steps += 1
 
-    def _measure(self) -> None:
-        """Measure the current state as it would be stored, and keep it if it is the best so far."""
+    def _measure(self) -> bool:
+        """Measure the current state as it would be stored; keep it, and return whether it is the best so far."""
         began = self.elapsed
         kl = self._kl(self.trained.encoded(), self.state.chosen_by)
-        if kl < self.state.best_kl:
+        is_best = kl < self.state.best_kl
+        if is_best:
             self.state.best_kl = kl
             self.state.best = [tensor.detach().clone() for tensor in self.trained.parameters]
         self.measured, self.measuring = self.elapsed, self.elapsed - began
@@ -301,6 +305,15 @@ class _Refinement:
             f"{self.measured / 60:.1f} min, {self.state.steps} steps on {len(self.state.items)} items: KL {kl:.4f}, best "
             f"{self.state.best_kl:.4f}"
         )
+        return is_best
+
+    def _step_back(self) -> None:
+        """Return to the best state, with a smaller learning rate: one that suits a coarse cache ruins a fine one."""
+        self.trained.load(self.state.best or self.start)
+        self.trained.errors.clear()
+        self.optimiser.state.clear()
+        self.state.rate_share /= _SMALLER
+        self.say(f"back to the best, with {self.state.rate_share:.2g} of the first learning rate")
 
     def _save(self) -> None:
         self.state.seconds = self.elapsed

@@ -43,6 +43,8 @@ class RefineState:
     """Trained tensors of the best state; empty for the start."""
     optimiser: dict[str, Any] = field(default_factory=dict)
     """State of the optimiser."""
+    rate_share: float = 1.0
+    """Learning rate, as a share of the first one."""
 
     def save(self, path: Path) -> None:
         """Write the state atomically.
