@@ -325,8 +325,8 @@ class KVStore(Rollback):
                 raise ValueError(
                     f"log_weight of stream {n} must have shape ({num_pairs[n]},), got {tuple(weight.shape)}"
                 )
-            if not bool(weight.isfinite().all()):
-                raise ValueError("log_weight must be finite")
+        if weights and not bool(torch.cat(list(weights.values())).isfinite().all()):
+            raise ValueError("log_weight must be finite")
         used, parts = [0] * len(num_pairs), []
         for part in (part.own() for part in sealed):
             old = (

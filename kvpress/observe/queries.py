@@ -236,7 +236,8 @@ class QueryGram(Observer):
             return
         gram = self.gram.clone()
         for stream, vectors in queries.items():
-            gram.flatten(0, 1)[stream] = vectors.float().mT @ vectors.float()
+            vectors = vectors.float()
+            torch.mm(vectors.mT, vectors, out=gram.flatten(0, 1)[stream])
         self.gram = gram
 
 
