@@ -136,10 +136,10 @@ def _keys_by_stream(segment: Segment) -> Sequence[Tensor]:
     """Return the keys `[t, D]` of every stream of a segment, decoded in blocks of rows."""
     lengths, total = segment.layout.lengths, segment.layout.total
     if not segment.encoded:
-        return torch.split(segment.read(slice(None))[0], lengths)
+        return torch.split(segment.read(slice(None))[0], list(lengths))
     step = block_rows(segment.device)
     blocks = [segment.read(slice(start, min(start + step, total)))[0] for start in range(0, max(1, total), step)]
-    return torch.split(torch.cat(blocks), lengths)
+    return torch.split(torch.cat(blocks), list(lengths))
 
 
 def fitted_weights(call: LayerCall, settings: Weights, kept: Design, stream: int) -> Tensor:
