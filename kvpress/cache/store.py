@@ -325,7 +325,7 @@ class KVStore(Rollback):
                 raise ValueError(
                     f"log_weight of stream {n} must have shape ({num_pairs[n]},), got {tuple(weight.shape)}"
                 )
-        if weights and not bool(torch.cat(list(weights.values())).isfinite().all()):
+        if weights and not bool(torch.stack([weight.isfinite().all() for weight in weights.values()]).all()):
             raise ValueError("log_weight must be finite")
         used, parts = [0] * len(num_pairs), []
         for part in (part.own() for part in sealed):

@@ -237,7 +237,7 @@ class QueryGram(Observer):
         gram = self.gram.clone()
         for stream, vectors in queries.items():
             vectors = vectors.float()
-            torch.mm(vectors.mT, vectors, out=gram.flatten(0, 1)[stream])
+            gram.flatten(0, 1)[stream] = vectors.mT @ vectors
         self.gram = gram
 
 
