@@ -325,7 +325,9 @@ class KVStore(Rollback):
                 raise ValueError(
                     f"log_weight of stream {n} must have shape ({num_pairs[n]},), got {tuple(weight.shape)}"
                 )
-        if weights and not bool(torch.stack([weight.isfinite().all() for weight in weights.values()]).all()):
+        with torch.autocast(self.device.type, enabled=False):  # it refuses to join float16 where it casts to bfloat16
+            is_finite = torch.cat(list(weights.values())).isfinite().all() if weights else True
+        if not bool(is_finite):
             raise ValueError("log_weight must be finite")
         used, parts = [0] * len(num_pairs), []
         for part in (part.own() for part in sealed):
