@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -492,3 +493,22 @@ def test_shapes_and_contexts_are_parsed() -> None:
 
 def test_a_budget_is_never_below_zero() -> None:
     assert Budget(-1.0).left == 0
+
+
+# -- operations of a prefill ------------------------------------------------------------------------------------
+
+
+def test_frontier_launches_few_operations_per_layer(tmp_path: Path) -> None:
+    """In a process of its own, since the counting device stays registered with torch."""
+    out = tmp_path / "operations.json"
+    module = [sys.executable, "-m", "benchmarks.prefill_operations", "--tokens", "512", "--layers", "1", "--out", out]
+    presses = [f"--press=frontier:smaller=10{form}" for form in ("", ",passes=1")]
+    subprocess.run([*module, *presses], check=True, capture_output=True)  # noqa: S603 - our own
+    counts = {(row["press"], row["phase"]): row for row in json.loads(out.read_text())["rows"]}
+    for form, launches, waits in (("", 2800, 75), (",passes=1", 3400, 85)):
+        total = counts[f"frontier:smaller=10{form}", "all"]
+        assert total["launches"] <= launches, counts
+        assert total["waits"] <= waits, counts
+    of_phase = {phase: row["launches"] for (spec, phase), row in counts.items() if spec == "frontier:smaller=10"}
+    assert of_phase["rounding"] <= 1200  # 4 for each channel and round, and a product for each block
+    assert of_phase["refit"] <= 8 * 80  # for each KV head

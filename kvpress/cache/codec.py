@@ -46,7 +46,7 @@ class Sealing:
     shared: dict[str, Any] = field(default_factory=dict)
     """State that all layers of the cache share; copied with the cache."""
     trial: bool = False
-    """Whether the result only shows how these pairs are decoded; the same keys are encoded again later in the pass."""
+    """Whether only decoded keys are read from the result, so that values need no codes; the keys are encoded again later."""
     tried: dict[Hashable, tuple[tuple[Tensor, ...], Any]] = field(default_factory=dict)
     """Results of a trial encoding in the same pass, each with the tensors that it was computed from."""
 

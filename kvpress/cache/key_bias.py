@@ -46,15 +46,16 @@ def offset_of(segment: DenseSegment, spread: Spread | None, sealing: Sealing) ->
     }
     if not new_streams and not inherited:
         return None
-    channels = rotation.channels(segment.keys.shape[1], segment.device)
-    if channels is None:
-        return None
-    means_and_needs: tuple[Tensor, Tensor] | None = None
-    if new_streams:
-        means_and_needs = _needed(segment, spread, sealing, channels)
-        if not bool(means_and_needs[1][new_streams].any()):
-            means_and_needs = None
-    if means_and_needs is None and not inherited:
+
+    def measure() -> tuple[RotaryChannels | None, tuple[Tensor, Tensor] | None]:
+        channels = rotation.channels(segment.keys.shape[1], segment.device)
+        if channels is None or not new_streams:
+            return channels, None
+        measured = _needed(segment, spread, sealing, channels)
+        return channels, measured if bool(measured[1][new_streams].any()) else None
+
+    channels, means_and_needs = sealing.once(("key bias", lengths), (segment.keys,), measure)
+    if channels is None or (means_and_needs is None and not inherited):
         return None
     dtype = torch.float16 if segment.keys.dtype == torch.float16 else torch.bfloat16
     centre = torch.zeros(len(lengths), segment.keys.shape[1], dtype=dtype, device=segment.device)

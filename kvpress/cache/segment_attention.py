@@ -19,6 +19,13 @@ RowsT = TypeVar("RowsT", bound="kernels.Rows | None")
 
 BLOCK_ROWS = 4096
 """Rows decoded at a time where a packed format is read without a fused kernel."""
+GPU_BLOCK_ROWS = 32 * BLOCK_ROWS
+"""Rows encoded or decoded at a time on a GPU, whose kernels are small otherwise."""
+
+
+def block_rows(device: torch.device) -> int:
+    """Return the rows that are encoded or decoded at a time."""
+    return BLOCK_ROWS if device.type == "cpu" else GPU_BLOCK_ROWS
 
 
 @dataclass

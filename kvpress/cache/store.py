@@ -366,8 +366,10 @@ class KVStore(Rollback):
                 raise ValueError(
                     f"log_weight of stream {n} must have shape ({num_pairs[n]},), got {tuple(weight.shape)}"
                 )
-            if not bool(weight.isfinite().all()):
-                raise ValueError("log_weight must be finite")
+        with torch.autocast(self.device.type, enabled=False):  # it refuses to join float16 where it casts to bfloat16
+            is_finite = torch.cat(list(weights.values())).isfinite().all() if weights else True
+        if not bool(is_finite):
+            raise ValueError("log_weight must be finite")
         used, parts = [0] * len(num_pairs), []
         for part in (part.own() for part in sealed):
             old = (

@@ -87,11 +87,16 @@ class Design:
         vars(design)["_stored"] = self._stored
         return design
 
+    @cached_property
+    def _factors(self) -> Tensor:
+        """Factors `[M, 1]` from the stored weights of each query to those of the design."""
+        assert self._stored is not None  # noqa: S101 - for type checkers
+        return (self._stored[1] - self.lse).clamp_max(LARGEST).exp()[:, None]
+
     def shares(self, rows: slice, pairs: slice) -> Tensor:
         """Return the weights `[m, n]` of some queries on some pairs."""
         if self._stored is not None:
-            shares, top = self._stored
-            return shares[rows, pairs] * (top - self.lse)[rows, None].clamp_max(LARGEST).exp()
+            return self._stored[0][rows, pairs] * self._factors[rows]
         design = self.part(pairs)
         excess = self.logits(self.queries[rows], design.keys, design.log_weight) - self.lse[rows, None]
         return torch.exp(excess.clamp_max(LARGEST))
@@ -112,6 +117,8 @@ class Design:
 
     def apply(self, values: Tensor) -> Tensor:
         """Return the product `[M, C]` of the design and `values [t, C]`, in the dtype of `values`."""
+        if self._stored is not None:
+            return self._stored[0].to(values.dtype) @ values * self._factors.to(values.dtype)
         product = values.new_zeros(len(self.queries), values.shape[1])
         for rows, shares in self.by_queries():
             product[rows] = shares.to(values.dtype) @ values
@@ -119,6 +126,8 @@ class Design:
 
     def back(self, outputs: Tensor) -> Tensor:
         """Return the product `[t, C]` of the transposed design and `outputs [M, C]`, in the dtype of `outputs`."""
+        if self._stored is not None:
+            return self._stored[0].T.to(outputs.dtype) @ (outputs * self._factors.to(outputs.dtype))
         product = outputs.new_zeros(len(self.keys), outputs.shape[1])
         for pairs, shares in self.by_pairs():
             product[pairs] = shares.T.to(outputs.dtype) @ outputs
@@ -137,21 +146,33 @@ class Design:
         lambda is `max(ridge, FLOOR)` times `unit`, by default the mean diagonal of the Gram matrix over pairs.
         """
         queries, pairs = self.shape
-        dtype, few = outputs.dtype, pairs <= queries
-        size = min(queries, pairs)
-        gram = torch.zeros(size, size, dtype=dtype, device=outputs.device)
-        right = torch.zeros(pairs, outputs.shape[1], dtype=dtype, device=outputs.device) if few else outputs
-        diagonal = torch.zeros((), dtype=torch.float64, device=outputs.device)
-        for index, block in self.by_queries() if few else self.by_pairs():
-            shares = block.to(dtype)
-            diagonal += shares.square().sum()
-            _add_gram(gram, shares if few else shares.T)
-            if few:
-                right += shares.T @ outputs[index]
-        unit = diagonal / max(1, pairs) if unit is None else unit
-        gram.diagonal().add_((max(ridge, FLOOR) * unit).clamp_min(1e-30).to(dtype))
+        few = pairs <= queries
+        gram, right = self._normal_equations(outputs) if few else (self._gram_of_queries(outputs.dtype), outputs)
+        unit = gram.diagonal().double().sum() / max(1, pairs) if unit is None else unit
+        gram.diagonal().add_((max(ridge, FLOOR) * unit).clamp_min(1e-30).to(gram.dtype))
         solved = torch.cholesky_solve(right, torch.linalg.cholesky(gram))  # reads the lower triangle
         return solved if few else self.back(solved)
+
+    def _normal_equations(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the Gram matrix `[t, t]` over pairs, and the product of the transposed design and `outputs [M, C]`."""
+        pairs, dtype = len(self.keys), outputs.dtype
+        gram, right = outputs.new_zeros(pairs, pairs), outputs.new_zeros(pairs, outputs.shape[1])
+        for rows, block in self.by_queries():
+            shares = block.to(dtype)
+            _add_gram(gram, shares)
+            right.addmm_(shares.T, outputs[rows])
+        return gram, right
+
+    def _gram_of_queries(self, dtype: torch.dtype) -> Tensor:
+        """Return the Gram matrix `[M, M]` over queries."""
+        gram = torch.zeros(len(self.queries), len(self.queries), dtype=dtype, device=self.keys.device)
+        if self._stored is not None:
+            _add_gram(gram, self._stored[0].T.to(dtype))
+            factors = self._factors.to(dtype)
+            return gram.mul_(factors).mul_(factors.T)
+        for _, block in self.by_pairs():
+            _add_gram(gram, block.T.to(dtype))
+        return gram
 
     def norm(self, rounds: int = 3) -> float:
         """Return an estimate of the largest singular value, after `rounds` power iterations."""
@@ -167,12 +188,12 @@ class Design:
 def _add_gram(gram: Tensor, shares: Tensor) -> None:
     """Add `shares.T @ shares` to a square matrix; on a CPU, entries right of the diagonal's strips are left out."""
     if gram.device.type != "cpu":  # a strip would not fill the multiprocessors
-        gram += shares.T @ shares
+        gram.addmm_(shares.T, shares)
         return
     step = -(-len(gram) // STRIPS)
     for start in range(0, len(gram), max(1, step)):
         stop = min(start + step, len(gram))
-        gram[start:stop, :stop] += shares[:, start:stop].T @ shares[:, :stop]
+        gram[start:stop, :stop].addmm_(shares[:, start:stop].T, shares[:, :stop])
 
 
 def _block_bytes(device: torch.device) -> int:

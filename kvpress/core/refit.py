@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from kvpress.cache.attention import attend
 from kvpress.cache.codec import Codec
+from kvpress.cache.segment import Segment
+from kvpress.cache.segment_attention import block_rows
 from kvpress.cache.store import KVStore
 from kvpress.core.least_squares import Design
 from kvpress.core.recipe import Eviction, PassHook, Refit, Weights
@@ -125,7 +128,18 @@ def kept_keys(call: LayerCall, codec: CodecAt) -> Callable[[int], Tensor]:
         store = copy.deepcopy(without_observers)
         store.observers = call.store.observers  # codecs may read them
         store.settle(layer_codec, replace(call.sealing, shared=dict(call.tokens.shared), trial=True), turn=True)
-    return lambda n: torch.cat([segment.read(segment.layout.rows(n))[0] for segment in store.sealed]).float()
+    keys = [_keys_by_stream(segment) for segment in store.sealed]
+    return lambda n: torch.cat([by_stream[n] for by_stream in keys]).float()
+
+
+def _keys_by_stream(segment: Segment) -> Sequence[Tensor]:
+    """Return the keys `[t, D]` of every stream of a segment, decoded in blocks of rows."""
+    lengths, total = segment.layout.lengths, segment.layout.total
+    if not segment.encoded:
+        return torch.split(segment.read(slice(None))[0], list(lengths))
+    step = block_rows(segment.device)
+    blocks = [segment.read(slice(start, min(start + step, total)))[0] for start in range(0, max(1, total), step)]
+    return torch.split(torch.cat(blocks), list(lengths))
 
 
 def fitted_weights(call: LayerCall, settings: Weights, kept: Design, stream: int) -> Tensor:
@@ -137,16 +151,16 @@ def fitted_weights(call: LayerCall, settings: Weights, kept: Design, stream: int
     design = kept.part(slice(pairs - count, None))
     dtype, device = torch.float32 if settings.ridge else torch.float64, kept.keys.device
     ones = torch.ones(pairs, 1, dtype=dtype, device=device)
-    low, high = (torch.tensor(edge, dtype=dtype).exp().to(device) for edge in (-settings.down, settings.up))
+    low, high = math.exp(-settings.down), math.exp(settings.up)
     factor, missing = ones[pairs - count :], 1 - kept.apply(ones)
-    goal = missing + design.apply(factor)
     unit = None if count == pairs else kept.mean_diagonal()
-    factor = (factor + design.solve(missing, settings.ridge, unit)).clamp(low, high)
-    step = 1 / max(design.norm(), 1e-30) ** 2 if settings.steps else 0.0
-    for _ in range(settings.steps):
-        factor = (factor - step * design.back(design.apply(factor) - goal)).clamp(low, high)
+    solved = (factor + design.solve(missing, settings.ridge, unit)).clamp(low, high)
+    if settings.steps:
+        goal, step = missing + design.apply(factor), 1 / max(design.norm(), 1e-30) ** 2
+        for _ in range(settings.steps):
+            solved = (solved - step * design.back(design.apply(solved) - goal)).clamp(low, high)
     weights = torch.zeros(pairs, device=device) if kept.log_weight is None else kept.log_weight.clone()
-    weights[pairs - count :] += factor[:, 0].log()
+    weights[pairs - count :] += solved[:, 0].log()
     return weights
 
 

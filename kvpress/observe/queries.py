@@ -230,13 +230,15 @@ class QueryGram(Observer):
         twin.end = min(self.end, seen)  # padding that no row needs is dropped
         return twin
 
+    @torch.no_grad()  # `out` refuses gradients
     def replace(self, queries: Mapping[int, Tensor]) -> None:
         """Replace the sums of some streams by those of other `queries [M, D]`, such as those that stand for later ones."""
         if self.gram is None:
             return
         gram = self.gram.clone()
         for stream, vectors in queries.items():
-            gram.flatten(0, 1)[stream] = vectors.float().mT @ vectors.float()
+            vectors = vectors.float()
+            torch.mm(vectors.mT, vectors, out=gram.flatten(0, 1)[stream])
         self.gram = gram
 
 

@@ -241,19 +241,26 @@ class RepetitionScores:
         rows, where = pairs.rows(), pairs.where
         options = kernels.Options(call.logits.scale, call.logits.softcap, causal=new)
         sinks = None if call.sinks is None else split_parts(spread_sinks(call.sinks, call.queries, streams), parts, new)
-        with_sinks = replace(options, sinks=sinks)
         weight = spread(real.flatten(1).to(queries.device, torch.float32))
+        if lse is None:  # the operator computes it
+            options = replace(options, sinks=sinks)
         if divisor is None:
-            exact = with_sinks if lse is None else options
-            return kernels.column_max(queries, rows, where, exact, lse=lse, query_weight=weight)
-        lse = kernels.decode(queries, rows, where, with_sinks)[1] if lse is None else lse
-        lse, values = lse + spread(divisor.log()), pairs.values.unflatten(0, (-1, store.heads, parts)).float()
-        gram = self._gram(call, pairs.values, groups)
+            return kernels.column_max(queries, rows, where, options, lse=lse, query_weight=weight)
+        weight = weight / spread(divisor).clamp_min(SMALLEST)
+        values, gram = (
+            pairs.values.unflatten(0, (-1, store.heads, parts)).float(),
+            self._gram(call, pairs.values, groups),
+        )
         largest = torch.zeros(pairs.keys.shape[:2].numel(), device=queries.device)
         for g in range(groups):
             columns = slice(g * new, (g + 1) * new)
             received = kernels.column_max(
-                queries[:, columns], rows, where, options, lse=lse[:, columns], query_weight=weight[:, columns]
+                queries[:, columns],
+                rows,
+                where,
+                options if options.sinks is None else replace(options, sinks=options.sinks[:, columns]),
+                lse=None if lse is None else lse[:, columns],
+                query_weight=weight[:, columns],
             )
             norms = output_norms_by_head(gram[:, g], values)
             largest = torch.maximum(largest, received * norms.flatten())

@@ -15,7 +15,7 @@ from kvpress import kernels
 from kvpress.cache.codec import Codec, Sealing
 from kvpress.cache.layout import row_numbers
 from kvpress.cache.segment import DenseSegment, OfStreams, Segment
-from kvpress.cache.segment_attention import BLOCK_ROWS
+from kvpress.cache.segment_attention import block_rows
 from kvpress.cache.storage import Held, part, per_pair, per_stream
 from kvpress.core.checks import Size
 from kvpress.core.registry import register
@@ -26,8 +26,6 @@ from kvpress.quant.hadamard import hadamard
 from kvpress.quant.press import QuantisingPress
 from kvpress.quant.rounding import QueryMetric
 
-GPU_BLOCK_ROWS = 16 * BLOCK_ROWS
-"""Rows that are encoded at a time on a GPU, whose kernels are small otherwise."""
 ROUNDS = 3
 """Rounds that fit codes and steps to each other; one more round changes the error by less than 1%."""
 WEIGHED_BITS = (3, 4)
@@ -106,7 +104,10 @@ class CentredCodec(Codec):
             sources,
             lambda: SteppedRows.encode(segment.keys, centres[0], layout, key_bits, gram),
         )
-        values = SteppedRows.encode(segment.values, centres[1], layout, value_bits)
+        if sealing.trial:  # only keys are read
+            values = SteppedRows.zeros(segment.values, value_bits)
+        else:
+            values = SteppedRows.encode(segment.values, centres[1], layout, value_bits)
         return RotatedSegment(keys, values, layout, segment.keys.dtype, centres[0], centres[1])
 
     def pair_bytes(self, dim: int, dtype: torch.dtype) -> float:
@@ -143,7 +144,7 @@ class SteppedRows(Held):
 
         codes = torch.empty(side.shape, dtype=torch.uint8, device=side.device)
         step = side.new_empty(len(side), 1, dtype=torch.float32)
-        block = BLOCK_ROWS if side.device.type == "cpu" else GPU_BLOCK_ROWS
+        block = block_rows(side.device)
         for start in range(0, len(side), block):
             rows = slice(start, min(start + block, len(side)))
             z, step[rows] = _nearest(rotated(rows), bits)
@@ -162,6 +163,12 @@ class SteppedRows(Held):
                 f"need {largest:.3g}; use kivi, whose scales may be float32"
             )
         return cls(kernels.pack(codes, bits), step[:, 0].half(), bits)
+
+    @classmethod
+    def zeros(cls, side: Tensor, bits: int) -> SteppedRows:
+        """Return rows of the shape of `side [R, D]` with a step of zero."""
+        codes = torch.zeros(len(side), side.shape[1] * bits // 8, dtype=torch.uint8, device=side.device)
+        return cls(codes, codes.new_zeros(len(side), dtype=torch.float16), bits)
 
     @property
     def channels(self) -> int:
@@ -226,11 +233,9 @@ def _by_stream(layout: OfStreams, ranks: int, device: torch.device) -> Iterator[
 def _means(side: Tensor, segment: DenseSegment) -> Tensor:
     """Mean of every stream in 16 bits, `[N, D]`; zeros for empty streams."""
     dtype = torch.float16 if side.dtype == torch.float16 else torch.bfloat16
-    means = torch.zeros(segment.layout.streams, side.shape[1], dtype=dtype, device=side.device)
-    for n, length in enumerate(segment.layout.lengths):
-        if length:
-            means[n] = side[segment.layout.rows(n)].mean(dim=0, dtype=torch.float32).to(dtype)
-    return means
+    zeros = side.new_zeros(side.shape[1], dtype=torch.float32)
+    parts = side.split(segment.layout.lengths)
+    return torch.stack([part.mean(dim=0, dtype=torch.float32) if len(part) else zeros for part in parts]).to(dtype)
 
 
 def gaussian_step(bits: int) -> float:

@@ -33,6 +33,7 @@ class QueryMetric:
         self.weights = (weights / unit[:, None, None]).float()
         self.feedback = (inverse / inverse.diagonal(dim1=1, dim2=2)[:, :, None]).float()
 
+    @torch.no_grad()
     def fit(self, y: Tensor, codes: Tensor, step: Tensor, top_code: int) -> tuple[Tensor, Tensor]:
         """Return centred codes `[N, L, D]` and steps `[N, L, 1]` with less weighted error than those given, row by row.
 
@@ -62,20 +63,24 @@ class QueryMetric:
         return codes, step
 
     def _rounded(self, y: Tensor, step: Tensor, top_code: int) -> Tensor:
-        """Round channel by channel; later channels make up for the errors of earlier ones."""
-        left, step = y.permute(2, 0, 1).contiguous(), step[:, :, 0]
-        codes, middle = torch.empty_like(left), top_code / 2
+        """Round channel by channel; later channels make up for the errors of earlier ones.
+
+        The numbers of each row are divided by its step first, so that a channel takes four operations, in place.
+        """
+        left = (y / step).add_(top_code / 2).permute(2, 0, 1).contiguous()
+        codes, later = torch.empty_like(left), self.feedback.permute(1, 2, 0)[..., None].contiguous()
         for start in range(0, len(left), TOGETHER):
             stop = min(start + TOGETHER, len(left))
             errors = torch.empty_like(left[start:stop])
             for channel in range(start, stop):
-                code = (left[channel] / step + middle).round_().clamp_(0, top_code).sub_(middle)
-                error = left[channel] - code * step
-                later = self.feedback[:, channel, channel + 1 : stop].T
-                left[channel + 1 : stop] -= later[:, :, None] * error
-                codes[channel], errors[channel - start] = code, error
-            left[stop:] -= torch.einsum("nce,cnl->enl", self.feedback[:, start:stop, stop:], errors)
-        return codes.permute(1, 2, 0)
+                code, error = codes[channel], errors[channel - start]
+                torch.round(left[channel], out=code).clamp_(0, top_code)
+                torch.sub(left[channel], code, out=error)
+                left[channel + 1 : stop].addcmul_(later[channel, channel + 1 : stop], error, value=-1)
+            if stop < len(left):
+                products = self.feedback[:, start:stop, stop:].mT
+                left[stop:].transpose(0, 1).baddbmm_(products, errors.transpose(0, 1), alpha=-1)
+        return codes.sub_(top_code / 2).permute(1, 2, 0)
 
 
 def _rows(a: Tensor, b: Tensor) -> Tensor:

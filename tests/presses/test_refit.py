@@ -10,6 +10,7 @@ import torch
 
 import kvpress
 from kvpress.cache import attention
+from kvpress.cache.storage import tensors_in
 from kvpress.core import refit
 from tests.caches import generate
 from tests.models import full_layers, padded_batch, tiny_model, tokens
@@ -216,3 +217,15 @@ def test_a_call_by_hand_is_refused() -> None:
     keys = torch.zeros(1, 2, 8, 4)
     with pytest.raises(ValueError, match="inside `with press"):
         kvpress.get_press("refit(random:0.5)").compress(None, None, keys, keys, None, {})
+
+
+@pytest.mark.parametrize("press", ["frontier:smaller=20", "attention_matching:0.5"])
+def test_a_prompt_may_be_read_with_gradients(press: str) -> None:
+    model, ids = tiny_model("llama"), tokens(1, 190)
+    caches = []
+    for has_gradients in (True, False):
+        with torch.set_grad_enabled(has_gradients), kvpress.get_press(press)(model) as session:
+            model(ids)
+        caches.append(session.cache)
+    for ours, plain in zip(*(cache.layers for cache in caches), strict=True):
+        assert all(map(torch.equal, tensors_in(ours.store.sealed), tensors_in(plain.store.sealed)))
