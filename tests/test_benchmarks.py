@@ -427,7 +427,7 @@ def test_the_page_of_every_press_shows_the_committed_figures() -> None:
     assert tables.strip() in Path("docs/accuracy.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["fitted", "seen", "prose"])
+@pytest.mark.parametrize("name", ["fitted", "seen", "prose", "quarter"])
 def test_the_page_of_every_press_shows_the_figures_of_smaller_studies(name: str) -> None:
     (cell,) = json.loads(Path(f"benchmarks/results/recall_smollm2_1024_{name}.json").read_text())["cells"]
     assert to_markdown(cell["rows"]).strip() in Path("docs/accuracy.md").read_text()
