@@ -67,11 +67,11 @@ class Entry:
         self.peak_mib: float | None = None
         self.prompts: list[float] = []
 
-    def ask(self, request: str | None = None) -> Row:
+    def send(self, request: str | None = None) -> Row:
         """Return the answer to a request; an empty one from a contender that has failed."""
         if self.failed is None:
             try:
-                return self.worker.ask(request)
+                return self.worker.send(request)
             except WorkerError as error:
                 self.failed = str(error)
         return {}
@@ -104,7 +104,7 @@ def run(part: str, names: Iterable[str], setting: Setting, rounds: int, prompts:
     def prepare(name: str) -> None:
         entry = Entry(part, name, setting)
         entries.append(entry)
-        entry.ready = entry.ask()
+        entry.ready = entry.send()
         print(f"{part} {setting.tokens}: {name} {entry.failed or 'is ready'}", flush=True)
 
     names = list(names)
@@ -114,13 +114,13 @@ def run(part: str, names: Iterable[str], setting: Setting, rounds: int, prompts:
         entries.sort(key=lambda entry: names.index(entry.name))
         for _ in range(rounds):
             for entry in entries:
-                if answer := entry.ask("turn"):
+                if answer := entry.send("turn"):
                     entry.turns.append(answer["milliseconds"])
         for entry in entries:
-            entry.peak_mib = entry.ask("peak").get("mib")
+            entry.peak_mib = entry.send("peak").get("mib")
         for _ in range(prompts):
             for entry in entries:
-                if entry.ready.get("prefills") and (answer := entry.ask("prefill")):
+                if entry.ready.get("prefills") and (answer := entry.send("prefill")):
                     entry.prompts.append(answer["seconds"])
     finally:
         for entry in entries:
@@ -132,7 +132,7 @@ def _exact(part: str, setting: Setting) -> Any:
     """Return the reference answers; without them nothing is worth measuring."""
     worker = Worker(part, EXACT, setting, SECONDS)
     try:
-        return np.array(worker.ask()["answers"])
+        return np.array(worker.send()["answers"])
     finally:
         worker.close()
 

@@ -108,7 +108,7 @@ class Worker:
             env={**os.environ, "OMP_NUM_THREADS": str(setting.threads), "PYTHONPATH": path},
         )  # fmt: skip
 
-    def ask(self, request: str | None = None) -> dict[str, Any]:
+    def send(self, request: str | None = None) -> dict[str, Any]:
         """Return the answer to a request, or the first message of the process.
 
         Raises:
@@ -144,11 +144,11 @@ class Worker:
         self.log.close()
 
 
-def serve(part: str, name: str, setting: Setting, say: Callable[..., None]) -> None:
+def serve(part: str, name: str, setting: Setting, reply: Callable[..., None]) -> None:
     """Prepare a contender and take a turn for each request."""
     module = importlib.import_module(f"benchmarks.cpu_{part}")
     if name == EXACT:
-        say(answers=module.exact(setting).tolist())
+        reply(answers=module.exact(setting).tolist())
         return
     contender: Contender = module.CONTENDERS[name]
     streamed = np.ones(module.STREAMED // 4, np.float32)
@@ -158,7 +158,7 @@ def serve(part: str, name: str, setting: Setting, say: Callable[..., None]) -> N
         _use(level)
         with built.turn_context():
             answers.append(built.step().astype(float).ravel().tolist())
-    say(answers=answers, cache_bytes=built.cache_bytes, prefills=built.prefill is not None)
+    reply(answers=answers, cache_bytes=built.cache_bytes, prefills=built.prefill is not None)
     _forget_peak()
 
     def turn(level: str | None) -> float:
@@ -175,13 +175,13 @@ def serve(part: str, name: str, setting: Setting, say: Callable[..., None]) -> N
     for line in sys.stdin:
         request = line.strip()
         if request == "turn":
-            say(milliseconds=[turn(level) for level in contender.levels(name, setting)])
+            reply(milliseconds=[turn(level) for level in contender.levels(name, setting)])
         elif request == "peak":
-            say(mib=(_peak_bytes() - streamed.nbytes) / 2**20)
+            reply(mib=(_peak_bytes() - streamed.nbytes) / 2**20)
         elif request == "prefill" and built.prefill is not None:
             started = time.perf_counter()
             built.prefill()
-            say(seconds=time.perf_counter() - started)
+            reply(seconds=time.perf_counter() - started)
 
 
 def _use(level: str | None) -> None:
@@ -208,14 +208,14 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries may print to standard output
 
-    def say(**answer: Any) -> None:
+    def reply(**answer: Any) -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
     values = json.loads(setting)
     try:
-        serve(part, name, Setting(**{**values, "levels": tuple(values["levels"])}), say)
+        serve(part, name, Setting(**{**values, "levels": tuple(values["levels"])}), reply)
     except Exception as error:
-        say(failed=reason(error))
+        reply(failed=reason(error))
 
 
 if __name__ == "__main__":

@@ -151,7 +151,7 @@ def _complete(server: Server, chat: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def ask(server: Server, case: Case, outcome: Outcome, pause: float = 0.0) -> None:
+def send_case(server: Server, case: Case, outcome: Outcome, pause: float = 0.0) -> None:
     """Stream one case and compare its answer."""
     timing = stream(server, case.body, time.monotonic() + LONGEST, pause)
     if timing.error.startswith("429"):
@@ -236,12 +236,12 @@ def run(server: Server, cases: list[Case], minutes: float, clients: int) -> dict
     def honest(number: int) -> None:
         generator = random.Random(number)  # noqa: S311 - no secret
         while time.monotonic() < end:
-            ask(server, generator.choice(cases), outcome)
+            send_case(server, generator.choice(cases), outcome)
 
     def slow(number: int) -> None:
         generator = random.Random(number)  # noqa: S311 - no secret
         while time.monotonic() < end:
-            ask(server, generator.choice(cases), outcome, pause=0.2)
+            send_case(server, generator.choice(cases), outcome, pause=0.2)
 
     def faulty(number: int) -> None:
         generator = random.Random(number)  # noqa: S311 - no secret
@@ -289,7 +289,7 @@ def leftovers(server: Server) -> dict[str, float]:
 def drain(server: Server, cases: Sequence[Case]) -> dict[str, Any]:
     """Send SIGTERM while answers run; return the verdicts of the answers and the exit code of the server."""
     outcome = Outcome()
-    threads = [threading.Thread(target=ask, args=(server, case, outcome)) for case in cases]
+    threads = [threading.Thread(target=send_case, args=(server, case, outcome)) for case in cases]
     for thread in threads:
         thread.start()
     while server.metric("kvpress_rows") < 1:

@@ -178,7 +178,7 @@ def _kernels(problems: list[str]) -> Kernels:
     if not env.cpu_kernels_enabled():
         return Kernels(None, "KVPRESS_CPU_KERNELS=0", compiler)
     try:
-        level = build.asked_level() or build.supported_levels()[-1]
+        level = build.requested_level() or build.supported_levels()[-1]
     except (BuildError, ValueError) as error:
         problems.append(f"the CPU kernels do not run, plain torch does: {error}")
         return Kernels(None, "none can run", compiler)

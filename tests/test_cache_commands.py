@@ -52,7 +52,7 @@ def test_a_text_is_compressed_once_and_questioned_later(text: Path, tmp_path: Pa
     assert result.stderr.count("the first after") == 2
     model, tokenizer = kvpress.load_model("reference")
     cache, words = kvpress.load(out, model, tokenizer=tokenizer), []
-    reply = ask(model, tokenizer, cache, questions[0], info.get_press(), max_new_tokens=12, say=words.append)
+    reply = ask(model, tokenizer, cache, questions[0], info.get_press(), max_new_tokens=12, write=words.append)
     assert "".join(words) == reply.text
     assert reply.text in result.stdout
     assert len(words) > 2

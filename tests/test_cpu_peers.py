@@ -60,23 +60,23 @@ def test_ours_are_measured_and_peers_that_are_not_installed_are_rows_that_say_so
 def test_a_model_file_is_not_made_without_the_library_that_reads_it(tmp_path: Path) -> None:
     worker = Worker("model", "llama.cpp f16", setting(tmp_path), seconds=60)
     with pytest.raises(WorkerError, match="No module named 'gguf'"):
-        worker.ask()
+        worker.send()
     worker.close()
     assert not list(tmp_path.glob("*.gguf"))
 
 
 def test_a_process_that_ends_or_takes_too_long_costs_its_row_only(tmp_path: Path) -> None:
     worker = Worker("layer", "reading", setting(tmp_path), seconds=60)
-    assert len(worker.ask()["answers"]) == 1
-    assert worker.ask("turn")["milliseconds"][0] > 0
+    assert len(worker.send()["answers"]) == 1
+    assert worker.send("turn")["milliseconds"][0] > 0
     worker.process.kill()
     with pytest.raises(WorkerError, match="the process ended with signal 9"):
-        worker.ask("turn")
+        worker.send("turn")
     worker.close()
     late = Worker("layer", "reading", setting(tmp_path), seconds=0.01)
     started = time.monotonic()
     with pytest.raises(WorkerError, match=r"took more than 0 s"):
-        late.ask()
+        late.send()
     late.close()
     assert time.monotonic() - started < 30
 

@@ -163,7 +163,7 @@ def test_a_killed_refinement_continues(loaded: Loaded, tmp_path: Path, monkeypat
     assert [file.name for file in tmp_path.iterdir()] == ["state"]
     with pytest.raises(ValueError, match="belongs to another refinement, with another press: remove it"):
         refined(loaded, path, press="knorm:0.7")
-    done = refined(loaded, path, minutes=1, say=lines.append)
+    done = refined(loaded, path, minutes=1, report=lines.append)
     assert lines[0].startswith(f"continuing {path} after ")
     assert lines[0].endswith("minutes and 5 steps")
     assert done.steps > 5
@@ -207,7 +207,7 @@ def test_a_training_that_makes_it_worse_goes_on_from_the_best_state_in_smaller_s
     monkeypatch.setattr(refine, "RATE", 3.0)
     monkeypatch.setattr(refine, "_MEASURING", 10.0)  # after every minute
     lines: list[str] = []
-    kept = refined(loaded, tmp_path / "state", minutes=8, say=lines.append)
+    kept = refined(loaded, tmp_path / "state", minutes=8, report=lines.append)
     assert any(line == "back to the best, with 0.33 of the first learning rate" for line in lines)
     assert torch.load(tmp_path / "state")["rate_share"] < 1
     assert kept.after < 0.8 * kept.before

@@ -70,8 +70,8 @@ def compress_command(
         if refine is None:
             cache, ids = read_text(loaded, tokenizer, configured, content)
         else:
-            say = partial(typer.echo, err=True)
-            refined = refine_text(loaded, tokenizer, configured, content, refine, state, say=say)
+            print_line = partial(typer.echo, err=True)
+            refined = refine_text(loaded, tokenizer, configured, content, refine, state, report=print_line)
             cache, ids, notes = refined.cache, refined.ids, refined.notes
             typer.echo(refined)
         read_seconds = time.perf_counter() - started
@@ -117,7 +117,7 @@ def ask_command(
                 typer.echo(f"{question}")
             reply = ask(
                 loaded, tokenizer, loaded_cache, question, info.get_press(), max_new_tokens=max_new_tokens,
-                say=lambda words: typer.echo(words, nl=False),
+                write=lambda words: typer.echo(words, nl=False),
             )  # fmt: skip
             typer.echo()
             typer.echo(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from kvpress.cache.attention import Logits
 from kvpress.cache.store import KVStore
-from kvpress.hf.attention.queries import asked
+from kvpress.hf.attention.queries import intercept
 from kvpress.hf.models import find_rotary, find_rotate
 from kvpress.observe.call import AttentionLayer, LayerCall, NewTokens
 from kvpress.observe.observer import Wanted
@@ -42,7 +42,7 @@ def view_of_tensors(
         kwargs = _with_embeddings(module, hidden_states, keys, kwargs)
         if keys is None and "position_embeddings" in signature(module.forward).parameters.keys() - kwargs.keys():
             raise ValueError(NO_ANGLES)
-        inputs = asked(module, hidden_states, kwargs) if keys is None else None
+        inputs = intercept(module, hidden_states, kwargs) if keys is None else None
         keys, values = (inputs.keys, inputs.keys) if inputs is not None else (keys, values)
     if keys is None or values is None:
         raise ValueError("give an attention module with its hidden_states, or keys and values")
@@ -73,7 +73,7 @@ def view_of_tensors(
     )
     call.layer.rotary_angles = _angles(call)
     if wants and hidden.shape[1] and "position_embeddings" in kwargs:
-        inputs = asked(call.layer.module, hidden, kwargs)
+        inputs = intercept(call.layer.module, hidden, kwargs)
         call.queries, call.logits, call.sinks = inputs.queries, inputs.logits, inputs.sinks
         for observation in wants:
             store.observers[observation] = observation.make()

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import QuantizedLayer
 
-from kvpress.hf.attention.queries import asked
+from kvpress.hf.attention.queries import intercept
 from kvpress.hf.models import find_rotary, listed_models
-from kvpress.hf.session.requests import AskedError
+from kvpress.hf.session.requests import InterceptedError
 
 __all__ = [
     "compute_n_kept",
@@ -81,10 +81,10 @@ def set_keys_and_values(cache: Any, layer_idx: int, keys: Tensor, values: Tensor
     cache.layers[layer_idx].keys, cache.layers[layer_idx].values = keys, values
 
 
-def _unrotated(module: nn.Module, hidden_states: Tensor) -> AskedError:
+def _unrotated(module: nn.Module, hidden_states: Tensor) -> InterceptedError:
     """Return queries and keys of an attention module, computed with a rotation of angle 0."""
     embedding = find_rotary(module, module)
     positions = torch.arange(hidden_states.shape[1], device=hidden_states.device)[None]
     like = hidden_states.new_empty(1, hidden_states.shape[1], int(getattr(module, "head_dim")))  # noqa: B009 - for type checkers
     cos = like if embedding is None else embedding(hidden_states, positions)[0]
-    return asked(module, hidden_states, {"position_embeddings": (torch.ones_like(cos), torch.zeros_like(cos))})
+    return intercept(module, hidden_states, {"position_embeddings": (torch.ones_like(cos), torch.zeros_like(cos))})

@@ -361,20 +361,20 @@ class Wrapping(BasePress):
     def validate(self) -> None:
         super().validate()
         if not isinstance(self.inner, BasePress):
-            raise TypeError(f"{self._asks}, got {type(self.inner).__name__}")
+            raise TypeError(f"{self._requirement}, got {type(self.inner).__name__}")
         self.inner.validate()
         self.recipe()
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
         inner, name = self.inner.recipe(model), type(self.inner).__name__
         if not inner.evictions or inner.codec or inner.selector or any(step.fixed for step in inner.evictions):
-            raise TypeError(f"{self._asks}, such as SnapKVPress, got {name}")
+            raise TypeError(f"{self._requirement}, such as SnapKVPress, got {name}")
         if len(inner.evictions) > 1:
-            raise TypeError(f"{self._asks} once, but {name} holds several evictions: wrap each press in it")
+            raise TypeError(f"{self._requirement} once, but {name} holds several evictions: wrap each press in it")
         (step,) = inner.evictions
         if step.compress is not None or step.hook is not None:
             override = "compress" if step.hook is None else "forward_hook"
-            raise TypeError(f"{self._asks}, but {name} has its own `{override}`")
+            raise TypeError(f"{self._requirement}, but {name} has its own `{override}`")
         return replace(inner, evictions=(self.wrap(step, model),))
 
     def wrap(self, step: Eviction, model: ModelFacts | None) -> Eviction:
@@ -382,7 +382,7 @@ class Wrapping(BasePress):
         raise NotImplementedError(f"{type(self).__name__} must override `wrap`")
 
     @property
-    def _asks(self) -> str:
+    def _requirement(self) -> str:
         return f"{type(self).__name__} needs a press that scores pairs"
 
     def check_choice(self, step: Eviction) -> None:

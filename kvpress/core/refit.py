@@ -47,7 +47,7 @@ class Target:
     """Logits of learned sinks `[M]`; None without sinks."""
 
 
-def asked(view: View, observed: Wanted, limit: int | None = None) -> Iterator[tuple[Tensor, Tensor | None]]:
+def observed_queries(view: View, observed: Wanted, limit: int | None = None) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Yield the sampled queries `[M, D]` of the GQA group of every stream of a view, and their sinks `[M]`.
 
     Queries of a prompt are rotated to the positions that follow it. With `limit`, no head has more queries; those that remain
@@ -75,7 +75,7 @@ def targets(view: View, observed: Wanted) -> list[Target]:
     weight = view.side.get(LOG_WEIGHT)
     keys, values = view.keys.flatten(0, 1), view.values.flatten(0, 1)
     outputs = []
-    for n, (queries, sinks) in enumerate(asked(view, observed, max(FEWEST, view.seen // ONE_IN))):
+    for n, (queries, sinks) in enumerate(observed_queries(view, observed, max(FEWEST, view.seen // ONE_IN))):
         log_weight = None if weight is None else weight.flatten(0, 1)[n : n + 1]
         pairs = keys[n : n + 1].float(), values[n : n + 1].float()
         out, lse = attend(queries[None], *pairs, view.call.logits, log_weight=log_weight)

@@ -237,7 +237,7 @@ class Budget:
         if self.reads_all(layouts, unit):
             return None
         joint, starts, lengths = _join(scores, layouts)
-        rows, counts = top_rows(joint, Ranges(starts, lengths), **self.asked(lengths, layouts, unit))
+        rows, counts = top_rows(joint, Ranges(starts, lengths), **self.arguments(lengths, layouts, unit))
         return [Chosen(rows, counts)] if len(layouts) == 1 else split_ranks(rows, counts, layouts)
 
     def reads_all(self, layouts: Sequence[Layout], unit: int = 1) -> bool:
@@ -245,7 +245,7 @@ class Budget:
         counts = _entry_counts(layouts)
         return all(self.of(count, unit) >= count for count in counts)
 
-    def asked(self, lengths: Tensor, layouts: Sequence[Layout], unit: int = 1) -> dict[str, Any]:
+    def arguments(self, lengths: Tensor, layouts: Sequence[Layout], unit: int = 1) -> dict[str, Any]:
         """Return the keyword arguments of `kvpress.kernels.top_rows` for query streams of `lengths` entries in `layouts`."""
         counts = {self.of(count, unit) for count in _entry_counts(layouts)}
         first, last = self.forced(unit)

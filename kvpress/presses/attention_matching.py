@@ -16,7 +16,7 @@ from kvpress.core.least_squares import Design
 from kvpress.core.model import ModelFacts
 from kvpress.core.press import ScorerPress
 from kvpress.core.recipe import Recipe, Refit, Weights
-from kvpress.core.refit import asked, refitting
+from kvpress.core.refit import observed_queries, refitting
 from kvpress.core.registry import Exemption, register
 from kvpress.core.scoring import Scored, top
 from kvpress.observe.observer import Wanted
@@ -114,7 +114,7 @@ class AttentionMatchingPress(ScorerPress):
         """Yield the least-squares design of each stream of a view: the sampled queries against all pairs."""
         weight, logits = view.side.get(LOG_WEIGHT), view.call.logits
         weights = None if weight is None else weight.flatten(0, 1)
-        for n, (queries, _) in enumerate(asked(view, self.wants[0])):
+        for n, (queries, _) in enumerate(observed_queries(view, self.wants[0])):
             keys, log_weight = view.keys.flatten(0, 1)[n].float(), None if weights is None else weights[n]
             _, lse = attend(
                 queries[None],

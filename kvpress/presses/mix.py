@@ -59,7 +59,7 @@ class MixPress(Wrapping):
 
     def validate(self) -> None:
         if not isinstance(self.other, BasePress):
-            raise TypeError(f"{self._asks}, got {type(self.other).__name__}")
+            raise TypeError(f"{self._requirement}, got {type(self.other).__name__}")
         self.other.validate()
         super().validate()
 
@@ -71,7 +71,7 @@ class MixPress(Wrapping):
         recipe, name = self.other.recipe(model), type(self.other).__name__
         plain = recipe.codec is None and recipe.selector is None and len(recipe.evictions) == 1
         if not plain or recipe.evictions[0].fixed or recipe.evictions[0].compress or recipe.evictions[0].hook:
-            raise TypeError(f"{self._asks}, such as SnapKVPress, got {name}")
+            raise TypeError(f"{self._requirement}, such as SnapKVPress, got {name}")
         (second,) = recipe.evictions
         for scorer, press in ((step.scorer, self.press), (second.scorer, self.other)):
             if scorer.ranks:

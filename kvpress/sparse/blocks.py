@@ -61,10 +61,10 @@ class BlockSelector(Selector):
             return None
         block_ranges = Ranges(*spans_of(blocks, queries))
         pairs = pair_ranges(index, queries, joined)
-        asked = self.budget.asked(block_ranges.lengths, [blocks], self.unit)
+        arguments = self.budget.arguments(block_ranges.lengths, [blocks], self.unit)
         if self.splits_recent(index.pairs):
-            scores, asked = self._with_recent(scores, block_ranges.lengths, pairs.lengths, asked)
-        chosen = Listed(*top_rows(scores, block_ranges, **asked))
+            scores, arguments = self._with_recent(scores, block_ranges.lengths, pairs.lengths, arguments)
+        chosen = Listed(*top_rows(scores, block_ranges, **arguments))
         return Chosen(*rows_of_blocks(chosen, block_ranges, pairs, self.unit, longest=index.pairs.longest))
 
     def splits_recent(self, pairs: Layout) -> bool:
@@ -75,7 +75,7 @@ class BlockSelector(Selector):
         )
 
     def _with_recent(
-        self, scores: Tensor, num_blocks: Tensor, num_pairs: Tensor, asked: dict[str, Any]
+        self, scores: Tensor, num_blocks: Tensor, num_pairs: Tensor, arguments: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Any]]:
         """Return scores and arguments of `top_rows` with which the block of the oldest recent pair is always read too.
 
@@ -83,15 +83,23 @@ class BlockSelector(Selector):
             scores: scores of blocks, `[q * N, most blocks]`.
             num_blocks: blocks of each query stream, int64 `[q * N]`.
             num_pairs: pairs of each query stream, int64 `[q * N]`.
-            asked: arguments of `top_rows`, which always reads the newest blocks.
+            arguments: arguments of `top_rows`, which always reads the newest blocks.
         """
         number = torch.arange(scores.shape[1], device=scores.device)
-        begin, end = (num_pairs - self.budget.last).clamp_min(0) // self.unit, num_blocks - asked["last"]
+        begin, end = (num_pairs - self.budget.last).clamp_min(0) // self.unit, num_blocks - arguments["last"]
         is_recent = (number >= begin[:, None]) & (number < end[:, None])
-        least = asked["first"] + asked["last"] + 1
-        limits = num_blocks.new_full(num_blocks.shape, asked["k"]) if asked["limits"] is None else asked["limits"]
+        least = arguments["first"] + arguments["last"] + 1
+        limits = (
+            num_blocks.new_full(num_blocks.shape, arguments["k"])
+            if arguments["limits"] is None
+            else arguments["limits"]
+        )
         limits = torch.where(begin < end, limits.clamp_min(least), limits)
-        return scores.masked_fill(is_recent, torch.inf), {**asked, "k": max(asked["k"], least), "limits": limits}
+        return scores.masked_fill(is_recent, torch.inf), {
+            **arguments,
+            "k": max(arguments["k"], least),
+            "limits": limits,
+        }
 
     def prepare(self, store: KVStore) -> None:
         if store.segments:

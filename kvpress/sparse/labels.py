@@ -116,7 +116,7 @@ class LabelSelector(Selector):
             (layout,), ranges = layouts, Ranges(*spans_of(layouts[0], queries))
             rows, counts = label_rows(
                 query_labels, labels[0], ranges, reduce=self.reduce, capacity=layout.longest,
-                **self.budget.asked(ranges.lengths, layouts),
+                **self.budget.arguments(ranges.lengths, layouts),
             )  # fmt: skip
             return [Chosen(rows, counts)]
         scores = [

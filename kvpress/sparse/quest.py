@@ -173,4 +173,4 @@ class QuestSelector(BlockSelector):
         if self.budget.reads_all(layouts, self.unit):
             return None
         pages = index.operand(queries, self.unit, joined)
-        return Chosen(*page_rows(queries, pages, **self.budget.asked(pages.where.lengths, layouts, self.unit)))
+        return Chosen(*page_rows(queries, pages, **self.budget.arguments(pages.where.lengths, layouts, self.unit)))

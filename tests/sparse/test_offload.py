@@ -17,7 +17,7 @@ import kvpress
 from kvpress import kernels
 from kvpress.cache.attention import Partial, attend, group_queries
 from kvpress.cache.segment_attention import options_of
-from kvpress.hf.attention.queries import asked
+from kvpress.hf.attention.queries import intercept
 from kvpress.hf.session.session import session
 from kvpress.observe.call import LayerCall
 from kvpress.sparse.double_sparsity import DoubleSparsityPress, DoubleSparsitySelector
@@ -92,7 +92,7 @@ def test_estimated_queries_choose_the_fetched_pairs(monkeypatch: pytest.MonkeyPa
         if is_prefetched:
             module = model.model.layers[call.layer.index].self_attn
             before = inputs[call.layer.index - 1]
-            choosing = group_queries(asked(module, before.hidden_states, before.kwargs).queries, 2)
+            choosing = group_queries(intercept(module, before.hidden_states, before.kwargs).queries, 2)
         (chosen,) = selector.choose(call, choosing) or []
         for segment, pairs, (out, lse) in zip(call.store.segments, chosen, partials, strict=True):
             keys, values = segment.read(slice(None))
@@ -198,7 +198,7 @@ def test_computed_queries_of_a_module_are_those_of_its_attention(family: str) ->
 
     def look(call: LayerCall) -> None:
         queries = call.queries
-        seen.append((asked(call.layer.module, call.hidden_states, call.kwargs).queries, queries))
+        seen.append((intercept(call.layer.module, call.hidden_states, call.kwargs).queries, queries))
 
     with Watching(look)(model):
         model(tokens(2, 20), use_cache=True)

@@ -107,7 +107,7 @@ def task_names() -> str:
     return "\n\n".join([alone, *subsets, *(f"{kind.prefix}PATH" for kind in KINDS if kind.prefix)])
 
 
-def nothing_asked(config: RunConfig) -> str:
+def describe_empty_run(config: RunConfig) -> str:
     """Return the message for a run without presses and tasks: its size with the defaults, and the options to set."""
     contexts = len(config.tasks) * len(config.lengths) * config.samples
     lengths = " and ".join(map(str, config.lengths))
@@ -188,7 +188,7 @@ def command(
         values = {name: shared.split(value) if name in _LISTS else value for name, value in options.items()}
         runs = load_grid(config, values)
         if not (dry_run or config or lm_eval or presses or tasks):
-            raise ConfigError(nothing_asked(runs[0]))
+            raise ConfigError(describe_empty_run(runs[0]))
         shared.print_sizes(runs[0].presses)
         if dry_run:
             for estimated in [estimate(run) for run in runs]:

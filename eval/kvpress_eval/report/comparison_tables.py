@@ -112,7 +112,7 @@ class Sheet:
         )
 
     @property
-    def told(self) -> dict[str, Any]:
+    def details(self) -> dict[str, Any]:
         """Conditions that are set and not part of the name."""
         named = (
             "model", "dtype", "device", "context", "tokens", "chunk", "tasks", "text", "length", "contexts", "facts",

@@ -76,7 +76,7 @@ class _Batch:
         return [group[0][1].first for group in self.contexts]
 
     @property
-    def asked(self) -> list[tuple[int, Prompt]]:
+    def prompts(self) -> list[tuple[int, Prompt]]:
         """Row of its context and prompt, for each sample."""
         return [(row, prompt) for row, group in enumerate(self.contexts) for _, prompt in group]
 
@@ -175,7 +175,7 @@ class Job:
             lambda cell_run: cell_run.press,
             len(batch.ids),
             max(map(len, batch.ids)),
-            running[0].cell.source.max_new_tokens + max(len(prompt.second) for _, prompt in batch.asked),
+            running[0].cell.source.max_new_tokens + max(len(prompt.second) for _, prompt in batch.prompts),
             self.free_bytes,
         )
         for group in [*groups, *([cell_run] for cell_run in missing if cell_run not in sharing)]:
@@ -213,7 +213,7 @@ class Job:
         failure = None
         try:
             with seeded(batch.samples[0].id):
-                answers = answer(self.engine, context, batch.asked, limits)
+                answers = answer(self.engine, context, batch.prompts, limits)
         except Exception as error:
             failure = _freed(error)
         cell_run.seconds += time.monotonic() - started
@@ -221,7 +221,7 @@ class Job:
             del context
             self._retry([cell_run], batch, failure)
             return
-        for sample, result, (_, prompt) in zip(batch.samples, answers, batch.asked, strict=True):
+        for sample, result, (_, prompt) in zip(batch.samples, answers, batch.prompts, strict=True):
             if sample.id in cell_run.rows:
                 continue
             try:

@@ -114,14 +114,16 @@ class _Tuning:
     def run(self) -> result.Tuned:
         """Check that the model retrieves, search, measure, and write."""
         if self.split.by_likelihood:
-            self._say(f"{self.wishes.data} has no answers: presses are judged by the likelihood of how its texts go on")
+            self._print(
+                f"{self.wishes.data} has no answers: presses are judged by the likelihood of how its texts go on"
+            )
         examiner = Examiner(self.engine, self.config.out / result.SCORES, self.config.max_seconds_per_sample)
         self._check_retrieves(examiner)
         best, sized, picked = self._search(examiner)
         standings = {standing.press: standing for standing in (*best, *sized)}
         # The full cache is a candidate too, where it meets the limit.
         presses = list(dict.fromkeys((NOTHING, *standings)))
-        self._say(f"measuring {len(presses)} presses on held-out samples")
+        self._print(f"measuring {len(presses)} presses on held-out samples")
         cells = self._held_out(examiner, presses)
         frontier = result.measured(cells)
         picked, guarantee = self._guaranteed(picked, best, sized, cells)
@@ -150,7 +152,7 @@ class _Tuning:
         for contexts in looks:
             for part in self.split.searched:
                 for place in range(first, contexts):
-                    self._stop_if_asked()
+                    self._check_interrupt()
                     items = part.contexts[place]
                     swapped = [item.elsewhere(self._other(part, place)) for item in items]
                     for batch in (items, swapped):
@@ -167,7 +169,9 @@ class _Tuning:
                 f"with the full cache it scores {own_score:.1f}%, and {swapped_score:.1f}% when the same is asked about other "
                 f"contexts ({len(pairs)} samples), which chance explains"
             )
-            self._say(f"whether the model retrieves is checked on up to {num_contexts} contexts of each task: {scores}")
+            self._print(
+                f"whether the model retrieves is checked on up to {num_contexts} contexts of each task: {scores}"
+            )
         raise ConfigError(
             f"model {self.config.model!r} retrieves nothing: {scores}. Presses cannot be ranked on that: take tasks that the "
             "model can do, or another model"
@@ -186,13 +190,13 @@ class _Tuning:
         """Return the best presses at the limit, the best one at other sizes, and the picked press."""
         num_contexts = min(len(part.contexts) for part in self.split.searched)
         total = work(self.wishes.candidates, len(self.split.searched), num_contexts, len(self.space.recipes()))
-        self._say(
+        self._print(
             f"searching {self.wishes.candidates} candidates on {num_contexts} contexts of {_each(len(self.split.searched))}, "
             f"halved again and again{f', for at most {self._minutes()}' if self.wishes.minutes else ''}; then the best are "
             "measured on samples that were held out"
         )
         if examiner.known:
-            self._say(f"{examiner.known:,} scores of an earlier run are reused")
+            self._print(f"{examiner.known:,} scores of an earlier run are reused")
         until = None if self.wishes.minutes is None else time.monotonic() + 60 * self.wishes.minutes
         with (
             RunProgress(self.console, total, until) as progress,
@@ -215,15 +219,15 @@ class _Tuning:
                 search.run(self.config.out / result.JOURNAL)
             except KeyboardInterrupt:
                 if search.ranked:
-                    self._say(f"the best so far, all scores being kept: {search.describe_best()}")
+                    self._print(f"the best so far, all scores being kept: {search.describe_best()}")
                 raise
             if not search.ranked:
                 raise ConfigError(self._nothing_found(search))
             if search.out_of_time:
-                self._say(
+                self._print(
                     f"the search has used its {self._minutes()}; the best so far are measured on held-out samples"
                 )
-            self._say(f"best of the search: {search.describe_best()}")
+            self._print(f"best of the search: {search.describe_best()}")
             best = search.ranked[:FINALISTS]
             sized = self._other_sizes(search, best[0])
         picked = pick(best, self._fitting(sized), self.wishes.max_drop)
@@ -249,7 +253,7 @@ class _Tuning:
         standings = []
         for press in presses:
             search.progress.cell(press)
-            replace(search, until=None).ask([press], search.batches(0, best.contexts))
+            replace(search, until=None).examine([press], search.batches(0, best.contexts))
             if press not in search.examiner.failed:
                 standings.append(search.standing(press, best.contexts))
                 search.progress.reached(
@@ -286,7 +290,7 @@ class _Tuning:
         rows = []
         (part,) = self.split.held_out
         for (item,) in part.contexts:
-            self._stop_if_asked()
+            self._check_interrupt()
             examiner.examine([press], [[item]])
             with seeded(item.id):
                 (context,) = read_contexts(self.engine, [kvpress.get_press(press)], [item.prompt.first])
@@ -329,7 +333,7 @@ class _Tuning:
         )
         flat = [guarantee for chain in tested for guarantee in chain]
         for guarantee in flat:
-            self._say(f"{guarantee.press}: {guarantee.phrase()}")
+            self._print(f"{guarantee.press}: {guarantee.phrase()}")
         passed = [guarantee for guarantee in flat if guarantee.holds]
         if not passed and holds_all:
             return NOTHING, None
@@ -353,11 +357,11 @@ class _Tuning:
             "date": now(),
         }
 
-    def _stop_if_asked(self) -> None:
+    def _check_interrupt(self) -> None:
         if self.interrupt.requested:
             raise KeyboardInterrupt
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         print_text(self.console, text)
 
 

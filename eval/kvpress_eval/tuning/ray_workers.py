@@ -42,7 +42,7 @@ class RemoteExaminer:
         """Score presses, and return the rows; `full_cache_rows` are existing rows of the full cache."""
         self._examiner.remember(full_cache_rows)
         self._examiner.examine(presses, contexts)
-        return self._examiner.told(presses, contexts)
+        return self._examiner.stored_rows(presses, contexts)
 
 
 class WorkerPool:
@@ -65,7 +65,7 @@ class WorkerPool:
                 contexts = queued.popleft()
                 missing = self._examiner.missing(presses, contexts)
                 if missing:
-                    worker, full_cache_rows = idle.pop(), self._examiner.told((), contexts)
+                    worker, full_cache_rows = idle.pop(), self._examiner.stored_rows((), contexts)
                     running[worker.examine.remote(missing, contexts, full_cache_rows)] = worker, contexts
                 else:
                     yield contexts

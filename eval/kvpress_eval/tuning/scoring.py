@@ -97,7 +97,7 @@ class Examiner:
             except _ERRORS as error:
                 self._fail(name, error)
 
-    def told(self, presses: Sequence[str], contexts: Contexts) -> list[Row]:
+    def stored_rows(self, presses: Sequence[str], contexts: Contexts) -> list[Row]:
         """Return the stored rows of the full cache and of presses on some contexts."""
         names = dict.fromkeys((NOTHING, *presses))
         keys = [*map(_failed, names), *(_key(name, item) for name in names for items in contexts for item in items)]

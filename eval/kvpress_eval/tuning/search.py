@@ -208,7 +208,7 @@ class Search:
             place = f"{wave}, {contexts} contexts of each task"
             self.progress.cell(place)
             try:
-                self.ask(alive, self.batches(done, contexts))
+                self.examine(alive, self.batches(done, contexts))
             except (TimeUpError, KeyboardInterrupt):
                 if not done:
                     self._stand_so_far(alive, contexts)
@@ -226,7 +226,7 @@ class Search:
             if press not in self.examiner.failed and any(self._pairs(press, contexts).values()):
                 self.standings[press] = replace(self.standing(press, contexts), contexts=0)
 
-    def ask(self, presses: Sequence[str], batches: Iterable[Contexts]) -> None:
+    def examine(self, presses: Sequence[str], batches: Iterable[Contexts]) -> None:
         """Examine presses on batches of contexts, and count the work; stored scores of an earlier run count as skipped."""
         num_scores = self.examiner.count
         for batch in self.examined(presses, batches):

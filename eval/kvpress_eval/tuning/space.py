@@ -168,7 +168,7 @@ def _offers(entry: Entry) -> tuple[str, list[str]]:
         return "", []
     if SMALLER in names:
         return "whole", _variants(entry, _without(press, SMALLER))
-    if RATIO in names and _says_all(entry):
+    if RATIO in names and _is_complete(entry):
         return "evict", list(filter(_acts, _variants(entry, _without(press, RATIO, BUDGET, _SEED))))
     if entry.role == "quantise":
         specs = _variants(entry, _without(press, BITS_OF, RESIDUAL, _SEED))
@@ -192,7 +192,7 @@ def _keeps_to_the_ratio(press: BasePress, inside: str) -> bool:
     return kept[0] > kept[1]
 
 
-def _says_all(entry: Entry) -> bool:
+def _is_complete(entry: Entry) -> bool:
     """Whether a press can be made from its name alone, without text about its prompts."""
     try:
         kvpress.get_press(entry.name)

@@ -21,7 +21,7 @@ from kvpress.cache.window import RealTokens
 from kvpress.hf.attention.differentiable import attend_with_graph
 from kvpress.hf.attention.masks import PressMask, mask
 from kvpress.hf.attention.native import NAME, native_attention, native_name
-from kvpress.hf.session.requests import AskedError, Forward, here
+from kvpress.hf.session.requests import Forward, InterceptedError, here
 from kvpress.observe.call import LayerCall
 
 KNOWN_ATTENTION_ARGUMENTS = frozenset({"softcap", "s_aux", "position_ids"})
@@ -49,10 +49,10 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend to the pairs of the cache: `query [B, Hq, Q, D]`, new `key` and `value [B, H, Q, D]`. Registered as `kvpress`."""
     forward = here.forward
-    if here.asked is module:
+    if here.intercepted is module:
         plan = None if forward is None else forward.session.layers.get(id(module))
         query = _in_order(query, key, None if plan is None else plan.tiles)
-        raise AskedError(query, key, logits_of(query, scaling, kwargs), kwargs.get("s_aux"))
+        raise InterceptedError(query, key, logits_of(query, scaling, kwargs), kwargs.get("s_aux"))
     call = None if forward is None else forward.call
     lent_call = None if forward is None or call is not None else forward.lent_call(key)
     call = (

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 from kvpress.hf.attention.functions import register
 from kvpress.hf.attention.native import NAME
 from kvpress.hf.models import CACHE
-from kvpress.hf.session.requests import AskedError, here
+from kvpress.hf.session.requests import InterceptedError, here
 from kvpress.observe.call import LayerCall, rotary_parts
 
 _ROTATES: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
@@ -34,14 +34,14 @@ def rotates(module: nn.Module, call: LayerCall) -> bool:
         shifted = first + 1 if isinstance(first, Tensor) else tuple(component + 1 for component in first)
         with torch.no_grad():
             queries = [
-                asked(module, call.hidden_states[:, :1], call.kwargs | {"position_embeddings": e}).queries
+                intercept(module, call.hidden_states[:, :1], call.kwargs | {"position_embeddings": e}).queries
                 for e in (first, shifted)
             ]
         _ROTATES[module] = not torch.equal(*queries)
     return _ROTATES[module]
 
 
-def asked(module: nn.Module, hidden_states: Tensor, kwargs: dict[str, Any]) -> AskedError:
+def intercept(module: nn.Module, hidden_states: Tensor, kwargs: dict[str, Any]) -> InterceptedError:
     """Return queries `[B, Hq, Q, D]`, keys `[B, H, Q, D]`, logits and sinks of an attention module.
 
     `hidden_states [B, Q, hidden]` and `kwargs` are the arguments of its forward.
@@ -53,15 +53,15 @@ def asked(module: nn.Module, hidden_states: Tensor, kwargs: dict[str, Any]) -> A
     arguments.pop("past_key_values", None)
     arguments |= {"hidden_states": hidden_states, "attention_mask": None, CACHE: None}
     config: Any = module.config
-    before, native, here.asked = here.asked, config._attn_implementation, module
+    before, native, here.intercepted = here.intercepted, config._attn_implementation, module
     if native != NAME:
         config._attn_implementation_internal = NAME
     try:
         module.forward(**arguments)
-    except AskedError as inputs:
+    except InterceptedError as inputs:
         return inputs
     finally:
-        here.asked = before
+        here.intercepted = before
         if native != NAME:
             config._attn_implementation_internal = native
     raise NotImplementedError(f"{type(module).__name__} did not call its attention function")

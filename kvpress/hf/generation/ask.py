@@ -39,9 +39,9 @@ class Reply:
 class _Spoken(TextStreamer):
     """Streamer that passes text on, and measures the time of the first token."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.say, self.tokens = say, 0
+        self.write, self.tokens = write, 0
         self.parts: list[str] = []
         self.started = self.first = time.perf_counter()
 
@@ -54,7 +54,7 @@ class _Spoken(TextStreamer):
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         del stream_end
         self.parts.append(text)
-        self.say(text)
+        self.write(text)
 
 
 def text_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
@@ -93,7 +93,7 @@ def ask(
     press: BasePress | str | None = None,
     *,
     max_new_tokens: int = 100,
-    say: Callable[[str], None] = lambda text: None,
+    write: Callable[[str], None] = lambda text: None,
 ) -> Reply:
     """Answer a question from a cache of one text, which does not change; `say` is called with the text as it is generated.
 
@@ -102,7 +102,7 @@ def ask(
     Raises:
         ValueError: the cache has several rows.
     """
-    streamer = _Spoken(tokenizer, say)
+    streamer = _Spoken(tokenizer, write)
     KVPressTextGenerationPipeline(model=model, tokenizer=tokenizer)(
         None,
         question_text(tokenizer, question),

@@ -222,7 +222,7 @@ class ProcessChain:
         plain = self.packer.pack(layer.store, str(self.given))
         new = {name: tensor for name, tensor in self.packer.tensors.items() if name not in self.sent}
         self.sent, self.given = set(self.packer.tensors), self.given + 1
-        self._say(self.rank + 1, {
+        self._send_message(self.rank + 1, {
             "digest": self.digest, "store": plain, "padded": layer.padded,
             "tensors": [[name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in new.items()],
         })  # fmt: skip
@@ -232,7 +232,7 @@ class ProcessChain:
 
     def take(self, layer: PressLayer) -> None:
         """Receive a layer from the previous process."""
-        message = self._hear(self.rank - 1)
+        message = self._receive_message(self.rank - 1)
         if message["digest"] != self.digest:
             raise RuntimeError(
                 f"process {self.rank - 1} reads another prompt than process {self.rank}: every process needs the same "
@@ -257,9 +257,9 @@ class ProcessChain:
         """
         if self.last:
             for rank in range(self.rank):
-                self._say(rank, {"done": True})
+                self._send_message(rank, {"done": True})
         else:
-            self._hear(self.size - 1)
+            self._receive_message(self.size - 1)
         self._leave()
 
     def fail(self, error: BaseException) -> None:
@@ -274,13 +274,13 @@ class ProcessChain:
             # Processes end when they receive the failure, so notify in reverse order: none may end before its successor.
             for rank in reversed(range(self.rank)):
                 with suppress(ConnectionError):  # that process has ended itself
-                    self._say(rank, message)
+                    self._send_message(rank, message)
                     self._leave()
             return
         with suppress(ConnectionError):
-            self._say(self.rank + 1, message)
+            self._send_message(self.rank + 1, message)
         try:  # do not wait for tensors sent to the failed process; only the notification matters
-            self._hear(self.size - 1)
+            self._receive_message(self.size - 1)
         except ConnectionError as cause:
             if isinstance(error, ConnectionError) and not failure:
                 raise cause from error
@@ -293,12 +293,12 @@ class ProcessChain:
 
     # -- bytes -----------------------------------------------------------------------------------------------
 
-    def _say(self, rank: int, message: dict[str, Any]) -> None:
+    def _send_message(self, rank: int, message: dict[str, Any]) -> None:
         text = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8).to(self.device)
         self._send(rank, torch.tensor([len(text)], device=self.device).view(torch.uint8))
         self._send(rank, text)
 
-    def _hear(self, rank: int) -> dict[str, Any]:
+    def _receive_message(self, rank: int) -> dict[str, Any]:
         length = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._receive(rank, length.view(torch.uint8))
         text = torch.empty(int(length), dtype=torch.uint8, device=self.device)

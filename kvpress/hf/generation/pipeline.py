@@ -184,13 +184,13 @@ class KVPressTextGenerationPipeline(Pipeline):
         ids, mask = self._padded(rows)
         rounds = []
         for index in range(max(map(len, questions))):
-            asked_rows = [row for row, context_questions in enumerate(questions) if index < len(context_questions)]
-            texts = [questions[row][index] + framed[row][1] + answer_prefix for row in asked_rows]
-            for row, text in zip(asked_rows, texts, strict=True):
+            question_rows = [row for row, context_questions in enumerate(questions) if index < len(context_questions)]
+            texts = [questions[row][index] + framed[row][1] + answer_prefix for row in question_rows]
+            for row, text in zip(question_rows, texts, strict=True):
                 if not text:
                     raise ValueError(f"no question about context {row}: pass a question or an answer_prefix")
-            asked_ids, asked_mask = self._padded([self._encode(text) for text in texts])
-            rounds.append({"ids": asked_ids, "mask": asked_mask, "rows": asked_rows})
+            question_ids, question_mask = self._padded([self._encode(text) for text in texts])
+            rounds.append({"ids": question_ids, "mask": question_mask, "rows": question_rows})
         return {"ids": ids, "mask": mask, "questions": rounds}
 
     def _check_positions(

@@ -116,7 +116,7 @@ def refine_text(
     minutes: float,
     path: Path,
     *,
-    say: Callable[[str], None] = lambda line: None,
+    report: Callable[[str], None] = lambda line: None,
     seed: int = 0,
     clock: Callable[[], float] = time.monotonic,
 ) -> Refined:
@@ -129,7 +129,7 @@ def refine_text(
         text: the text, of 64 tokens or more.
         minutes: time of training, with the generation of its items, above 0; reading and the held-out items come on top.
         path: file of the state, which is written every minute. If it exists, the refinement continues there.
-        say: called with a line about the progress.
+        report: called with a line about the progress.
         seed: random seed of the items.
         clock: returns seconds.
 
@@ -167,7 +167,7 @@ def refine_text(
         trained = TrainableCache(current, cache, ids[:, :1])
     full, _ = read_text(model, tokenizer, "none", text)
     study = SelfStudy(model, tokenizer, text, ids, full)
-    refinement = _Refinement(model, press, trained, study, 60 * minutes, path, say, seed, clock)
+    refinement = _Refinement(model, press, trained, study, 60 * minutes, path, report, seed, clock)
     with _frozen(model):
         return refinement.run(identity, state)
 
@@ -183,12 +183,12 @@ class _Refinement:
         study: SelfStudy,
         limit: float,
         path: Path,
-        say: Callable[[str], None],
+        report: Callable[[str], None],
         seed: int,
         clock: Callable[[], float],
     ) -> None:
         self.model, self.press, self.trained, self.study = model, press, trained, study
-        self.limit, self.path, self.say, self.seed, self.clock = limit, path, say, seed, clock
+        self.limit, self.path, self.report, self.seed, self.clock = limit, path, report, seed, clock
         self.optimiser = torch.optim.Adam(trained.groups(RATE), betas=(0.9, 0.99))
         self.rates = [group["lr"] for group in self.optimiser.param_groups]
         self.start = [tensor.detach().clone() for tensor in trained.parameters]
@@ -219,14 +219,14 @@ class _Refinement:
 
     def _new(self, identity: dict[str, Any]) -> RefineState:
         """Return the state of a new refinement, with its items that are not trained on."""
-        self.say(
+        self.report(
             f"the model asks and answers {2 * _HELD} questions and continues {2 * _HELD} quotations, to measure on"
         )
         questions, continued = self._generated(2 * _HELD, number=0)
         chosen_by, held_out = ([*questions[half::2], *continued[half::2]] for half in (0, 1))
         state = RefineState(identity, chosen_by, held_out, 0.0, 0.0)
         state.before, state.best_kl = (self._kl(self.trained.cache, items) for items in (held_out, chosen_by))
-        self.say(f"held-out KL before: {state.before:.4f} nats ({len(held_out)} items)")
+        self.report(f"held-out KL before: {state.before:.4f} nats ({len(held_out)} items)")
         return state
 
     def _resumed(self, state: RefineState) -> RefineState:
@@ -234,7 +234,7 @@ class _Refinement:
         state.check_shapes(self.path, [tensor.shape for tensor in self.trained.parameters])
         self.trained.load(state.tensors)
         self.optimiser.load_state_dict(state.optimiser)
-        self.say(f"continuing {self.path} after {state.seconds / 60:.1f} minutes and {state.steps} steps")
+        self.report(f"continuing {self.path} after {state.seconds / 60:.1f} minutes and {state.steps} steps")
         return state
 
     def _generated(self, count: int, number: int) -> tuple[list[StudyItem], list[StudyItem]]:
@@ -301,7 +301,7 @@ class _Refinement:
             self.state.best_kl = kl
             self.state.best = [tensor.detach().clone() for tensor in self.trained.parameters]
         self.measured, self.measuring = self.elapsed, self.elapsed - began
-        self.say(
+        self.report(
             f"{self.measured / 60:.1f} min, {self.state.steps} steps on {len(self.state.items)} items: KL {kl:.4f}, best "
             f"{self.state.best_kl:.4f}"
         )
@@ -313,7 +313,7 @@ class _Refinement:
         self.trained.errors.clear()
         self.optimiser.state.clear()
         self.state.rate_share /= _SMALLER
-        self.say(f"back to the best, with {self.state.rate_share:.2g} of the first learning rate")
+        self.report(f"back to the best, with {self.state.rate_share:.2g} of the first learning rate")
 
     def _save(self) -> None:
         self.state.seconds = self.elapsed

@@ -80,17 +80,17 @@ class SelfStudy:
         """Keep the full cache of `ids [1, n]`, which is copied for every batch."""
         self.model, self.tokenizer, self.ids, self.full = model, tokenizer, ids, full
         _, self.after = framed(model, tokenizer, text)
-        self.asked = 0
+        self.num_questions = 0
 
     def questions(self, count: int, seed: int) -> list[StudyItem]:
         """Return up to `count` questions that the model asks, with the answers that it gives; empty questions are left out."""
         requests = _requests(self.tokenizer, self.after)
-        prompts = [self._encode(requests[(self.asked + n) % len(requests)]) for n in range(count)]
-        self.asked += count
+        prompts = [self._encode(requests[(self.num_questions + n) % len(requests)]) for n in range(count)]
+        self.num_questions += count
         texts = [self._first_line(ids) for ids in self._continued(prompts, _QUESTION, seed, sampled=True)]
-        asked = [self._encode(self._question(text)) for text in dict.fromkeys(texts) if text]
-        answers = self._continued(asked, TOKENS, seed, sampled=False) if asked else []
-        return [_item("question", *pair) for pair in zip(asked, answers, strict=True) if pair[1]]
+        questions = [self._encode(self._question(text)) for text in dict.fromkeys(texts) if text]
+        answers = self._continued(questions, TOKENS, seed, sampled=False) if questions else []
+        return [_item("question", *pair) for pair in zip(questions, answers, strict=True) if pair[1]]
 
     def continuations(self, count: int, seed: int) -> list[StudyItem]:
         """Return `count` quotations from random places of the text, on a new line, each with a sampled continuation."""

@@ -37,7 +37,7 @@ def check_model(model: Any, is_identity: bool, modules: Sequence[Any]) -> bool:
         ValueError: the environment selects a kernel level that the processor lacks.
     """
     # Load or compile the kernels now: otherwise the first decode step, after the prompt, would wait for them.
-    build.asked_level()
+    build.requested_level()
     launch.runs_on(model.device)
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):

@@ -243,7 +243,7 @@ class Forward:
                     layer.interrupted = self.seen_before
 
 
-class AskedError(Exception):
+class InterceptedError(Exception):
     """Signal that ends the forward pass of an attention module once its queries, keys, logits and sinks are computed."""
 
     def __init__(self, queries: Tensor, keys: Tensor, logits: Logits, sinks: Tensor | None) -> None:
@@ -263,7 +263,7 @@ class Here(threading.local):
     """Innermost forward pass."""
     prepared: Forward | None = None
     """Pass for the next call of the decoder, if the session made it beforehand."""
-    asked: nn.Module | None = None
+    intercepted: nn.Module | None = None
     """Attention module that is run only to get its queries."""
     given: Tensor | None = None
     """Ids `[B, Q]`, images included, that a model embeds by itself before it calls its decoder."""

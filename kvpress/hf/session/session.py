@@ -29,7 +29,7 @@ from kvpress.core.recipe import Recipe, recipe_of
 from kvpress.core.spec import get_press
 from kvpress.hf.attention import self_caching
 from kvpress.hf.attention.native import NAME
-from kvpress.hf.attention.queries import asked, rotates
+from kvpress.hf.attention.queries import intercept, rotates
 from kvpress.hf.cache.adoption import adopt_layer, check_adopted
 from kvpress.hf.cache.layer import PressLayer, hold_window_alone
 from kvpress.hf.generation.capture import Recorder
@@ -535,5 +535,5 @@ def _prefetch(following: LayerPlan, call: LayerCall) -> None:
     """Prefetch pairs for the selector of the following layer, with queries computed from the input of this one."""
     layer = call.cache.layers[following.layer.cache_index]
     if following.selector is not None and isinstance(layer, PressLayer) and layer.store is not None:
-        queries = asked(following.module, call.hidden_states, call.kwargs).queries
+        queries = intercept(following.module, call.hidden_states, call.kwargs).queries
         following.selector.prefetch(layer.store, group_queries(queries, layer.store.heads))

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from kvpress import env
 from kvpress.kernels.cpu import libraries
-from kvpress.kernels.cpu.libraries import KERNELS, LEVELS, PROBE, BuildError, Library, library, say_once
+from kvpress.kernels.cpu.libraries import KERNELS, LEVELS, PROBE, BuildError, Library, library, warn_once
 
 
 class FolderError(BuildError):
@@ -36,7 +36,7 @@ def supported_levels() -> tuple[str, ...]:
     return tuple(level for i, level in enumerate(LEVELS) if bits >> i & 1)
 
 
-def asked_level() -> str | None:
+def requested_level() -> str | None:
     """Return the level that ``KVPRESS_CPU_LEVEL`` names, None if it is not set.
 
     Raises:
@@ -63,10 +63,10 @@ def best_level() -> str:
     next slower one, with a warning.
 
     Raises:
-        ValueError: ``KVPRESS_CPU_LEVEL`` names a level that cannot run here, see `asked_level`.
+        ValueError: ``KVPRESS_CPU_LEVEL`` names a level that cannot run here, see `requested_level`.
         BuildError: the kernels can neither be found nor compiled.
     """
-    configured, levels = asked_level(), supported_levels()
+    configured, levels = requested_level(), supported_levels()
     refused: dict[str, BuildError] = {}
     for level in [configured] if configured else reversed(levels):
         try:
@@ -77,7 +77,7 @@ def best_level() -> str:
             refused[level] = error
             continue
         if refused:
-            say_once(f"CPU kernels for {levels[-1]} are not available, those for {level} run: {refused[levels[-1]]}")
+            warn_once(f"CPU kernels for {levels[-1]} are not available, those for {level} run: {refused[levels[-1]]}")
         return level
     raise next(iter(refused.values()))
 
@@ -117,7 +117,7 @@ def _packaged(item: Library) -> ctypes.CDLL | None:
     try:
         return _open(path) if path else None
     except OSError as error:
-        say_once(f"{path} cannot be loaded here, so it is compiled: {error}")
+        warn_once(f"{path} cannot be loaded here, so it is compiled: {error}")
         return None
 
 
@@ -131,7 +131,7 @@ def _from_cache(missing: Sequence[Library]) -> list[ctypes.CDLL]:
             failed.append(f"{folder} ({error})")
             continue
         if failed:
-            say_once(
+            warn_once(
                 f"compiled kernels are kept in {folder}, because of {failed[0]}; set XDG_CACHE_HOME to another folder"
             )
         return opened
@@ -217,7 +217,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say_once(f"waiting for another process that compiles CPU kernels in {folder.parent}")
+            warn_once(f"waiting for another process that compiles CPU kernels in {folder.parent}")
             fcntl.flock(handle, fcntl.LOCK_EX)
         except OSError:
             pass

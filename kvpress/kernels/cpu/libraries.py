@@ -125,7 +125,7 @@ class Library:
         for path in sorted((folder / self.level).glob(f"{self.name}-{compiler}-*.so")):
             if path.stem.endswith(f"-{digest(path)}"):
                 return path
-            say_once(f"{path} is damaged and is not loaded")  # loading it could crash the process
+            warn_once(f"{path} is damaged and is not loaded")  # loading it could crash the process
         return None
 
     def compile(self, folder: Path) -> Path:
@@ -290,6 +290,6 @@ def digest(path: Path) -> str:
 
 
 @functools.cache
-def say_once(message: str) -> None:
+def warn_once(message: str) -> None:
     """Log a warning once per process."""
     logger.warning(message)

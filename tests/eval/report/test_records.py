@@ -140,7 +140,7 @@ def test_only_records_of_equal_conditions_share_a_table(tmp_path: Path, fidelity
     tables = sheets(write(tmp_path, first=fidelity, **records))
     assert len(tables) == 1 + len(records)
     assert all(len(sheet.rows) == len(PRESSES) for sheet in tables)
-    conditions = {(sheet.name, json.dumps(sheet.told)) for sheet in tables}
+    conditions = {(sheet.name, json.dumps(sheet.details)) for sheet in tables}
     assert len(conditions) == len(tables)
 
 
@@ -265,7 +265,7 @@ def test_recall_is_compared_on_the_same_questions(tmp_path: Path, recall: dict[s
     (joined,) = [sheet for sheet in tables if len(sheet.records) == 2]
     assert {press for press, _ in joined.rows} == {*PRESSES, "tova:0.5"}
     assert joined.note == ""
-    assert len({(sheet.name, json.dumps(sheet.told)) for sheet in tables}) == len(tables)
+    assert len({(sheet.name, json.dumps(sheet.details)) for sheet in tables}) == len(tables)
 
 
 def test_many_presses_of_recall_have_names_on_the_frontier_only() -> None:

@@ -333,7 +333,7 @@ def test_a_full_cache_among_the_best_is_the_pick_only_if_no_press_is_guaranteed(
     tuning: Any = SimpleNamespace(
         wishes=Wishes(memory="1GB", max_drop=5.0, confidence=0.95),
         split=SimpleNamespace(held_out=[]),
-        _say=said.append,
+        _print=said.append,
         _fitting=list,
     )
     press, guarantee = find._Tuning._guaranteed(tuning, "a", best, [], [])

@@ -40,7 +40,7 @@ class Subset:
     """Name of the task."""
     published: PublishedRows
     """The file."""
-    asked_as: str
+    form_name: str
     """Name of the subset in the published templates."""
     form: PromptForm
     """Prompt and score."""
@@ -61,7 +61,7 @@ def _sources(subset: Subset, request: TaskSettings) -> list[Source]:
     rows = [row for row in table.rows if subset.takes(row)]
     if not rows:
         raise DataError(f"no rows for {subset.name} in {subset.published.file.origin}")
-    form = published_wording(subset.form, subset.asked_as, request.data_dir)
+    form = published_wording(subset.form, subset.form_name, request.data_dir)
     return [
         Source(
             subset.name,
@@ -81,7 +81,7 @@ def _make(
     """Return a sample for each row; prompts of more than `length` tokens are cut in the middle."""
     samples = []
     for row in rows:
-        question = form.after.format(**row.asked)
+        question = form.after.format(**row.question_fields)
         context = cut_middle(form.before + row.text, question, length, tokenizer)
         score = partial(metrics.best, metric=row.adapt(form.metric), first_line=form.first_line)
         query = Query(question, "", row.right, score, separator="", chat=form.chat)
@@ -109,10 +109,10 @@ def _names() -> dict[str, list[Subset]]:
     return {**names, "longbench:all": plain, "longbench:all_e": even}
 
 
-def _subset(name: str, asked_as: str) -> Subset:
-    form = FORMS[asked_as]
+def _subset(name: str, form_name: str) -> Subset:
+    form = FORMS[form_name]
     schema = Classified if form.metric is metrics.classification else QuestionRow
-    return Subset(f"longbench:{name}", version_1(name, schema), asked_as, form, _any)
+    return Subset(f"longbench:{name}", version_1(name, schema), form_name, form, _any)
 
 
 def _any(row: Row) -> bool:

@@ -33,7 +33,7 @@ class Row(BaseModel, ABC):
 
     @property
     @abstractmethod
-    def asked(self) -> dict[str, str]:
+    def question_fields(self) -> dict[str, str]:
         """Fields of the template after the context."""
 
     @property
@@ -59,7 +59,7 @@ class QuestionRow(Row):
     """Classes of a classification."""
 
     @property
-    def asked(self) -> dict[str, str]:
+    def question_fields(self) -> dict[str, str]:
         return {"input": self.input}
 
     @property
@@ -94,7 +94,7 @@ class MultipleChoiceRow(Row):
         return self.context.strip()
 
     @property
-    def asked(self) -> dict[str, str]:
+    def question_fields(self) -> dict[str, str]:
         choices = {"A": self.choice_A, "B": self.choice_B, "C": self.choice_C, "D": self.choice_D}
         return {key: text.strip() for key, text in {"question": self.question, **choices}.items()}
 

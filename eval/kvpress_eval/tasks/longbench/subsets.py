@@ -48,14 +48,14 @@ class PromptForm:
         return self.metric in (metrics.f1_chinese, metrics.rouge_l_chinese)
 
 
-def _ask(task: str, heading: str, question: str) -> str:
+def _template(task: str, heading: str, question: str) -> str:
     """Return a template with the task before the context and again after it."""
     return f"{task}\n\n{heading}\n{CONTEXT}\n\n{task}\n\n{question}"
 
 
 _QUESTION = "Question: {input}\nAnswer:"
 _QUESTION_CHINESE = "问题：{input}\n答案："
-_PASSAGES = _ask(
+_PASSAGES = _template(
     "Find the answer to a question in the passages. Reply with the answer alone, without further words.",
     "Passages:",
     _QUESTION,
@@ -63,7 +63,7 @@ _PASSAGES = _ask(
 
 FORMS: Mapping[str, PromptForm] = {
     "narrativeqa": PromptForm(
-        _ask(
+        _template(
             "Answer a question about the story, which is a novel or the script of a film. Reply with a short phrase if one "
             "is enough, without an explanation.",
             "Story:",
@@ -73,7 +73,7 @@ FORMS: Mapping[str, PromptForm] = {
         128,
     ),
     "qasper": PromptForm(
-        _ask(
+        _template(
             "Answer a question about the scientific article. Reply with a short phrase or one sentence if that is enough, "
             'without an explanation; to a yes/no question with "yes" or "no"; and with "unanswerable" if the article does '
             "not hold the answer.",
@@ -84,7 +84,7 @@ FORMS: Mapping[str, PromptForm] = {
         128,
     ),
     "multifieldqa_en": PromptForm(
-        _ask(
+        _template(
             "Answer a question about the text. Reply briefly, with the answer alone, without further words.",
             "Text:",
             _QUESTION,
@@ -93,7 +93,7 @@ FORMS: Mapping[str, PromptForm] = {
         64,
     ),
     "multifieldqa_zh": PromptForm(
-        _ask("请根据文本，用中文简短地回答一个问题。只写答案，不加别的内容。", "文本：", _QUESTION_CHINESE),
+        _template("请根据文本，用中文简短地回答一个问题。只写答案，不加别的内容。", "文本：", _QUESTION_CHINESE),
         metrics.f1_chinese,
         64,
     ),
@@ -101,13 +101,15 @@ FORMS: Mapping[str, PromptForm] = {
     "2wikimqa": PromptForm(_PASSAGES, metrics.f1, 32),
     "musique": PromptForm(_PASSAGES, metrics.f1, 32),
     "dureader": PromptForm(
-        _ask("请阅读这些文章，根据其中的内容回答一个问题。", "文章：", _QUESTION_CHINESE), metrics.rouge_l_chinese, 128
+        _template("请阅读这些文章，根据其中的内容回答一个问题。", "文章：", _QUESTION_CHINESE),
+        metrics.rouge_l_chinese,
+        128,
     ),
     "gov_report": PromptForm(
-        _ask("Summarize the government report in about one page.", "Report:", "Summary:"), metrics.rouge_l, 512
+        _template("Summarize the government report in about one page.", "Report:", "Summary:"), metrics.rouge_l, 512
     ),
     "qmsum": PromptForm(
-        _ask(
+        _template(
             "Respond to a question or an instruction about the meeting. Reply with one sentence or several.",
             "Transcript:",
             "Query: {input}\nAnswer:",
@@ -116,11 +118,11 @@ FORMS: Mapping[str, PromptForm] = {
         512,
     ),
     "multi_news": PromptForm(
-        _ask("Summarize the news articles, all together, in about one page.", "Articles:", "Summary:"),
+        _template("Summarize the news articles, all together, in about one page.", "Articles:", "Summary:"),
         metrics.rouge_l,
         512,
     ),
-    "vcsum": PromptForm(_ask("请用一段话概括这次会议的内容。", "记录：", "概括："), metrics.rouge_l_chinese, 512),
+    "vcsum": PromptForm(_template("请用一段话概括这次会议的内容。", "记录：", "概括："), metrics.rouge_l_chinese, 512),
     "trec": PromptForm(
         "Name the type of the last question, as the examples do. Reply with the name of the type alone.\n\n"
         "{context}\n{input}",
@@ -152,7 +154,7 @@ FORMS: Mapping[str, PromptForm] = {
         first_line=True,
     ),
     "passage_count": PromptForm(
-        _ask(
+        _template(
             "Some of the paragraphs are repeated. Count the different ones, each once. Reply with the number alone, in "
             "digits.",
             "Paragraphs:",
@@ -162,7 +164,7 @@ FORMS: Mapping[str, PromptForm] = {
         32,
     ),
     "passage_retrieval_en": PromptForm(
-        _ask(
+        _template(
             'Find the paragraph that an abstract summarizes. Reply with its number alone, in the form "Paragraph 12".',
             "Paragraphs:",
             "Abstract: {input}\nAnswer:",
@@ -171,7 +173,7 @@ FORMS: Mapping[str, PromptForm] = {
         32,
     ),
     "passage_retrieval_zh": PromptForm(
-        _ask("请找出一则摘要所概括的段落。只写段落的编号，形式为“段落12”。", "段落：", "摘要：{input}\n答案："),
+        _template("请找出一则摘要所概括的段落。只写段落的编号，形式为“段落12”。", "段落：", "摘要：{input}\n答案："),
         metrics.retrieval,
         32,
     ),
@@ -194,7 +196,7 @@ EVEN_RANGES = {"0-4k": range(4000), "4-8k": range(4000, 8000), "8k+": range(8000
 """The ranges of LongBench-E, in words."""
 
 CHOICE = PromptForm(
-    _ask(
+    _template(
         "Choose the right one of four answers to a question about the text. Reply with its letter, in the form "
         '"The correct answer is (letter)".',
         "Text:",

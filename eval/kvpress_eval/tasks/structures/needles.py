@@ -24,7 +24,7 @@ class Needles:
 
     keys: int = 1
     """Number of things."""
-    asked: int = 1
+    num_queried: int = 1
     """Number of things in the question."""
     values: int = 1
     """Values per thing."""
@@ -39,11 +39,13 @@ class Needles:
         """Build a context; a short one has fewer distractors."""
         groups = [self._group(scene, key) for key in self._draw_keys(scene, self.keys)]
         chains = [[scene.language.state(fact) for fact in group] for group in groups]
-        room = scene.capacity(chains[0][0], self.asked * self.values, self.keys * self.values) // self.values
-        context, spans = scene.weave(chains[: self.asked], chains[self.asked : room], self._hay(scene, groups))
+        room = scene.capacity(chains[0][0], self.num_queried * self.values, self.keys * self.values) // self.values
+        context, spans = scene.weave(
+            chains[: self.num_queried], chains[self.num_queried : room], self._hay(scene, groups)
+        )
         if self.values > 1:
             return context, spans, scene.language.ask_all_values(groups[0])
-        return context, spans, scene.language.ask_facts([group[0] for group in groups[: self.asked]])
+        return context, spans, scene.language.ask_facts([group[0] for group in groups[: self.num_queried]])
 
     def _group(self, scene: Scene, key: str) -> list[Fact]:
         """Return the facts about one key: one attribute with several values."""
@@ -145,7 +147,7 @@ TASKS = {
     "niah_multikey_2": Task(Needles(haystack="needles")),
     "niah_multikey_3": Task(Needles(haystack="needles", key="uuids", value="uuids")),
     "niah_multivalue": Task(Needles(values=4)),
-    "niah_multiquery": Task(Needles(keys=4, asked=4)),
+    "niah_multiquery": Task(Needles(keys=4, num_queried=4)),
     **{f"niah_turn_{number}": Task(Turn(number), plain=True) for number in (1, 2, 4, 8)},
     "passkey": Task(passkey, SHORT),
     "kv_retrieval": Task(key_value, LONG // 2),
@@ -154,5 +156,5 @@ TRAINED = {
     "niah_single": Task(Needles()),
     "niah_multikey": Task(Needles(keys=16)),
     "niah_multivalue": Task(Needles(keys=2, values=2)),
-    "niah_multiquery": Task(Needles(keys=8, asked=2)),
+    "niah_multiquery": Task(Needles(keys=8, num_queried=2)),
 }

@@ -66,21 +66,21 @@ class FrequentWords:
     The answer is the three most frequent words after the dots.
     """
 
-    asked: int = 3
+    num_answers: int = 3
     """Number of words in the answer."""
     letters: int = 6
     """Letters of a word."""
 
     def __call__(self, scene: Scene) -> tuple[str, Spans, Query]:
         """Build a context."""
-        seed, minimum = scene.rng.getrandbits(64), 2 * (self.asked + 1) ** 2
+        seed, minimum = scene.rng.getrandbits(64), 2 * (self.num_answers + 1) ** 2
         context = scene.fit(lambda count: scene.prose.code(self._text(seed, count)), minimum)
-        return context, (), scene.prose.ask_most_frequent(self._words(seed, self.asked + 1)[1:])
+        return context, (), scene.prose.ask_most_frequent(self._words(seed, self.num_answers + 1)[1:])
 
     def _text(self, seed: int, count: int) -> list[str]:
         """Return about `count` words in random order; the last word of the answer is more frequent than all after it."""
         times = [int(count * 6 / (math.pi * rank) ** 2) for rank in range(1, math.isqrt(count) + 1)]
-        times = [n if rank <= self.asked else min(n, times[self.asked] - 1) for rank, n in enumerate(times)]
+        times = [n if rank <= self.num_answers else min(n, times[self.num_answers] - 1) for rank, n in enumerate(times)]
         text = [word for word, n in zip(self._words(seed, len(times)), times, strict=True) for _ in range(n)]
         random.Random(seed).shuffle(text)  # noqa: S311  # reproducible, not secret
         return text
