@@ -400,13 +400,13 @@ class Session(BaseSession):
             self.executor.after_chunk(call)
             return
         self.executor.after_layer(call)
-        if not self.executor.follows(call.phase) and (call.phase == "prefill" or self._is_due(call)):
+        if self.executor.follows(call.phase):
+            return
+        plan = self.layers[id(call.layer.module)]
+        if call.phase == "prefill" or (plan.codec is not None and store.is_due(plan.codec)):
             self._seal(call)
-
-    def _is_due(self, call: LayerCall) -> bool:
-        """Whether a layer looks for full tiles after a decode step."""
-        codec = self.layers[id(call.layer.module)].codec
-        return codec is not None and call.store.is_due(codec)
+        elif plan.selector is not None:
+            plan.selector.prepare(store)
 
     def _seal(self, call: LayerCall) -> None:
         """Drop observations that only this eviction needed, and encode full tiles of the kept pairs.
