@@ -26,6 +26,7 @@ from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin,
 import torch
 from torch import Tensor
 
+from kvpress import kernels
 from kvpress.cache import memory
 from kvpress.cache.layout import Layout
 
@@ -371,9 +372,14 @@ def moved(value: Any, device: torch.device | str, memo: dict[int, Any]) -> Any:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return all tensors in containers, fields of dataclasses, and objects with `tensors`."""
+    """Return all tensors in containers, fields of dataclasses, and objects with `tensors`; none of operands.
+
+    Operands of indexes refer to tensors of these, and to a few numbers for each stream.
+    """
     if isinstance(value, Tensor):
         return [value]
+    if isinstance(value, kernels.Pages):
+        return []
     if is_dataclass(value):
         value = vars(value)
     elif hasattr(value, "tensors"):

@@ -14,12 +14,12 @@ from kvpress import kernels
 def reachable(root: Any, skip: tuple[type, ...] | type = ()) -> list[Tensor]:
     """Return every tensor that an object keeps alive, through attributes and containers of any name.
 
-    Objects of the types in `skip` count as empty. So do the operands of segments, which refer to tensors of the
-    segments and to constants of the process.
+    Objects of the types in `skip` count as empty. So do the operands of segments and indexes, which refer to tensors of
+    these, to a few numbers for each stream, and to constants of the process.
     """
     tensors, seen, stack = [], set(), [root]
     skipped = skip if isinstance(skip, tuple) else (skip,)
-    leaves = (type, torch.dtype, torch.device, str, int, float, kernels.Rows, *skipped)
+    leaves = (type, torch.dtype, torch.device, str, int, float, kernels.Rows, kernels.Pages, *skipped)
     while stack:
         item = stack.pop()
         if id(item) in seen or isinstance(item, leaves):
