@@ -100,18 +100,20 @@ def _refuse(stream: int, part: Part) -> None:
 class _Parts:
     """Parts as ``kvpress_parts`` in cpu/decode.cpp reads them."""
 
-    kept: Sequence[Part]
-    """Parts, which keep the tensors of the structure alive."""
+    kept: object
+    """Parts and fields of their bases, which keep the tensors of the structure alive."""
     structure: bytes
     """``Parts::Part`` of cpu/parts.h and the fields of the entry point, for each part in order."""
 
     @classmethod
     def of(cls, parts: Sequence[Part], added: Sequence[tuple[Field, ...]], level: str | None) -> _Parts:
         entries = [launch.address(*_ENTRIES[part.rows.keys.name], level=level) for part in parts]
+        bases = [part.rows.bases() for part in parts]
         structures = [
-            part.structure_of(entry, fields) for part, entry, fields in zip(parts, entries, added, strict=True)
+            part.structure_of(entry, fields, packed_bases)
+            for part, entry, fields, (packed_bases, _) in zip(parts, entries, added, bases, strict=True)
         ]
-        return cls(parts, b"".join(structures))
+        return cls((parts, bases), b"".join(structures))
 
 
 def merge(parts: Sequence[Result], level: str | None = None) -> Result:

@@ -91,16 +91,21 @@ class Rows(Caching):
         """Whether keys or values are stored in another basis."""
         return self.key_basis is not None or self.value_basis is not None
 
-    @cached_property
-    def _bases(self) -> tuple[Field, ...]:
-        """Fields of ``Bases`` in cpu/basis.h; tensors that are not contiguous are copied."""
-        sides = (self.key_basis, self.keys.channels), (self.value_basis, self.values.channels)
-        return tuple(field for basis, channels in sides for field in (basis or Basis()).fields(channels))
+    def bases(self) -> tuple[bytes, tuple[Field, ...]]:
+        """Return the struct ``Bases`` of cpu/basis.h, packed, and its fields, which keep the tensors alive.
 
-    @cached_property
-    def bases_structure(self) -> bytes:
-        """C struct ``Bases`` of cpu/basis.h, packed."""
-        return packed(self._bases)
+        Both are cached, unless tensors had to be copied for it, which would take memory between calls.
+        """
+        cached: tuple[bytes, tuple[Field, ...]] | None = vars(self).get("_bases")
+        if cached is not None:
+            return cached
+        sides = (self.key_basis, self.keys.channels), (self.value_basis, self.values.channels)
+        made = tuple(field for basis, channels in sides for field in (basis or Basis()).fields(channels))
+        result = packed(made), made
+        stored = [tensor for basis, _ in sides if basis is not None for tensor in basis.tensors()]
+        if all(any(field is tensor for tensor in stored) for field in made if isinstance(field, Tensor)):
+            vars(self)["_bases"] = result
+        return result
 
     @cached_property
     def _fits(self) -> set[tuple[int, torch.device]]:
@@ -324,12 +329,12 @@ class Part(Caching):
         """C struct of `fields` and of those of the rows, packed."""
         return packed(self.fields) + self.rows.structure
 
-    def structure_of(self, entry: int, added: tuple[Field, ...]) -> bytes:
+    def structure_of(self, entry: int, added: tuple[Field, ...], bases: bytes) -> bytes:
         """Return the struct ``Parts::Part`` of cpu/parts.h and `structure`, for the entry point at an address.
 
-        `added` holds the fields of ``Added`` in cpu/problem.h.
+        `added` holds the fields of ``Added`` in cpu/problem.h, and `bases` is the struct of `Rows.bases`.
         """
-        return packed((entry, len(self.structure), *added)) + self.rows.bases_structure + self.structure
+        return packed((entry, len(self.structure), *added)) + bases + self.structure
 
 
 def _check_index(stream: Tensor | None, q: Tensor) -> None:
