@@ -434,7 +434,7 @@ class Session(BaseSession):
     def _sealed_together(self, call: LayerCall) -> list[LayerCall]:
         """Return the calls of the layers that are encoded now, in order: none if a later layer is encoded with this one."""
         codec = self.layers[id(call.layer.module)].codec
-        if not isinstance(codec, JointCodec) or (call.phase == "decode" and not call.store.is_due(codec)):
+        if not isinstance(codec, JointCodec):
             return [call]
         key = threading.get_ident(), codec.layers
         calls = {
