@@ -4,6 +4,7 @@
     python -m benchmarks.recall_presses half --out half.json [--length 1024] [--filler noise] [--contexts 4] [--threads 1]
                                         [--take benchmarks/results/recall_smollm2_1024.json ...] [--finished]
     python -m benchmarks.recall_presses quarter --out quarter.json
+    python -m benchmarks.recall_presses unseen --out unseen.json --contexts 40
     python -m benchmarks.recall_presses recommended --out essays.json --filler essays
     python -m benchmarks.recall_presses seen --out seen.json --question-aware
     python -m benchmarks.recall_presses fitted --out fitted.json   (with predictors.safetensors and rotations.safetensors here)
@@ -183,6 +184,36 @@ STUDIES: dict[str, tuple[str, ...]] = {
     ),
     "recommended": RECOMMENDED,
     "fitted": FITTED,
+    "unseen": (
+        "frontier:smaller=5",
+        "frontier:smaller=10",
+        "frontier:smaller=20",
+        "frontier:smaller=50",
+        "kivi:bits=4",
+        "rotated:bits=3",
+        "kvzip:0.5",
+        "kvzip:0.75",
+        "refit(kvzip:0.75):ridge=1.0",
+        "kvgrad:0.75",
+        "refit(kvzip:0.69):ridge=1 + kivi:bits=4,residual_length=0,group_size=32",
+        "refit(kvzip:0.845):ridge=1 + kivi:bits=4,residual_length=0,group_size=32",
+        "rotated:bits=4",
+        "turboquant:bits=3",
+        "kivi:bits=2",
+        "compactor:0.5",
+        "keydiff:0.5",
+        "snapkv:0.5",
+        EXPECTED,
+        "knorm:0.5",
+        "streaming_llm:0.5",
+        "random:0.5",
+        "quest:budget=128",
+        "quest:budget=128,page_size=4",
+        "budgeted(compactor):smaller=10",
+        "budgeted(compactor):smaller=20",
+        "budgeted(kvzip:repeat_prompt=):smaller=20",
+        "budgeted(refit(kvzip:repeat_prompt=,layerwise=true):ridge=1.0):smaller=20",
+    ),
     "seen": (
         "snapkv:0.75",
         "snapkv:0.75,window_size=20,kernel_size=21",

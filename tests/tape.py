@@ -45,18 +45,18 @@ class Tape(TorchDispatchMode):
         super().__init__()
         self.operators: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
         self.before: dict[int, tuple[Tensor, Tensor]] = {}
-        self.launch = launch.run
+        self.launch = launch.call
 
     def __enter__(self) -> Tape:
         def recorded(*args: Any, **kwargs: Any) -> int:
             self.operators.append((self.launch, args, kwargs, None))
             return self.launch(*args, **kwargs)
 
-        launch.run = recorded  # torch does not record writes of compiled kernels
+        launch.call = recorded  # torch does not record writes of compiled kernels
         return super().__enter__()
 
     def __exit__(self, *args: Any) -> None:
-        launch.run = self.launch
+        launch.call = self.launch
         super().__exit__(*args)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -236,6 +237,11 @@ class Attended(ABC):
         return kernels.Ranges(*self.layout.on(like.device), longest=self.layout.longest)
 
 
-def options_of(logits: Logits) -> kernels.Options:
-    """Return the options of operators for these logits."""
-    return kernels.Options(logits.scale, logits.softcap)
+def options_of(logits: Logits, causal: int = 0) -> kernels.Options:
+    """Return the options of operators for these logits, and for a causal mask of so many new tokens."""
+    return _options(logits.scale, logits.softcap, causal)
+
+
+@functools.lru_cache(maxsize=64)
+def _options(scale: float, softcap: float | None, causal: int) -> kernels.Options:
+    return kernels.Options(scale, softcap, causal)

@@ -28,6 +28,7 @@ from kvpress.cache.layout import interleave
 from kvpress.cache.rollback import Rollback
 from kvpress.cache.savepoint import Savepoint
 from kvpress.cache.segment import DenseSegment, Segment, survivors
+from kvpress.cache.segment_attention import options_of
 from kvpress.cache.storage import moved, tensors_in
 from kvpress.cache.window import Cursor, RealTokens, Window
 
@@ -268,9 +269,7 @@ class KVStore(Rollback):
             parts.append((extra.new_zeros(*rows.shape[:2], self.window.values.shape[-1]), extra))
         if not operator_parts:
             return merge(parts)
-        return kernels.decode_parts(
-            rows, operator_parts, kernels.Options(logits.scale, logits.softcap, causal_tokens), parts
-        )
+        return kernels.decode_parts(rows, operator_parts, options_of(logits, causal_tokens), parts)
 
     def _hides_sealed(self, mask: RealTokens | None) -> bool:
         """Whether the mask hides tokens that were real when they were sealed."""

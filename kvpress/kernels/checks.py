@@ -12,10 +12,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 def shape(name: str, tensor: Tensor, expected: tuple[int | str, ...], *dtypes: torch.dtype) -> None:
     """Refuse a tensor of another shape or dtype; a string in ``expected`` names a free size."""
     if tensor.dtype in dtypes and tensor.dim() == len(expected):
-        for size, actual in zip(expected, tensor.shape, strict=True):
-            if size != actual and not isinstance(size, str):
-                break
-        else:
+        actual = tensor.shape
+        if actual == expected or all([s == n or type(s) is str for s, n in zip(expected, actual, strict=True)]):
             return
     kinds = "/".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     sizes = ", ".join(map(str, expected))

@@ -37,11 +37,8 @@ class BlockSelector(Selector):
     """
 
     budget: Budget
-
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """Name under which a layer stores the index."""
+    name: str
+    """Name under which a layer stores the index."""
 
     @abstractmethod
     def build(self, segments: Sequence[Segment], previous: Any) -> BlockIndex:
@@ -116,7 +113,7 @@ class BlockSelector(Selector):
 
     def _index(self, store: KVStore) -> BlockIndex:
         index: BlockIndex | None = store.index.get(self.name)
-        if index is None or index.pairs.total != sum(segment.layout.total for segment in store.segments):
+        if index is None or index.pairs.total != sum([segment.layout.total for segment in store.segments]):
             index = store.index[self.name] = self.build(store.segments, index)
         return index
 

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -81,8 +82,6 @@ class PageIndex:
     """Pages of each stream."""
     pairs: Layout
     """Indexed pairs of each stream."""
-    _operands: dict[tuple[int, bool], Pages] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Operands of `page_rows` by number of query streams, and whether segments are joined; built once, read at every token."""
 
     @classmethod
     def build(cls, segments: Sequence[Segment], size: int, previous: PageIndex | None = None) -> PageIndex:
@@ -105,23 +104,26 @@ class PageIndex:
 
     def written(self) -> dict[str, Any]:
         """Return the state for a file."""
-        return {name: value for name, value in vars(self).items() if name != "_operands"} | {"_operands": {}}
+        return {name: value for name, value in vars(self).items() if name != "readings"}
 
-    def operand(self, queries: Tensor, size: int, joined: bool) -> Pages:
-        """Return the pages of `size` pairs as an operand for `queries [q * N, G, D]`; `joined` as in `BlockSelector.best`."""
-        key = len(queries), joined
-        if key not in self._operands:
-            pages = Ranges(*spans_of(self.layout, queries))
-            self._operands[key] = Pages(
-                self.low,
-                self.high,
-                pages,
-                pair_ranges(self, queries, joined),
-                size,
-                self.pairs.longest,
-                self.layout.longest,
-            )
-        return self._operands[key]
+    @cached_property
+    def readings(self) -> dict[tuple[int, bool, Budget], PageReading]:
+        """Arguments of `page_rows` by number of query streams, whether segments are joined, and budget; read at every token."""
+        return {}
+
+
+@dataclass
+class PageReading:
+    """Arguments of `page_rows` for an index."""
+
+    pages: Pages
+    """Bounds of pages, and the pages and pairs of each query stream."""
+    arguments: dict[str, Any]
+    """Number of pages to choose of each stream."""
+    is_whole: bool
+    """Whether all pages of all streams are read."""
+    splits_recent: bool
+    """Whether the newest pages are too few for the recent pairs of a stream."""
 
 
 def _bounds(
@@ -150,10 +152,7 @@ class QuestSelector(BlockSelector):
     def __init__(self, budget: Budget, page_size: int) -> None:
         self.budget, self.unit = budget, page_size
         self.sealing = DenseCodec(group=4 * page_size, residual=page_size)
-
-    @property
-    def name(self) -> str:
-        return f"pages{self.unit}"
+        self.name = f"pages{page_size}"
 
     def index_bytes(self, pairs: int, dim: int, dtype: torch.dtype) -> float:
         return -(-pairs // self.unit) * 2 * dim * dtype.itemsize
@@ -167,10 +166,22 @@ class QuestSelector(BlockSelector):
         return page_bounds(queries, index.low, index.high, pages, capacity=index.layout.longest), index.layout
 
     def best(self, call: LayerCall, queries: Tensor, index: PageIndex, joined: bool) -> Chosen | None:
-        if self.splits_recent(index.pairs):
+        key = len(queries), joined, self.budget
+        reading = index.readings.get(key)
+        if reading is None:
+            reading = index.readings[key] = self._reading(queries, index, joined)
+        if reading.splits_recent:
             return super().best(call, queries, index, joined)
-        layouts = [index.layout]
-        if self.budget.reads_all(layouts, self.unit):
-            return None
-        pages = index.operand(queries, self.unit, joined)
-        return Chosen(*page_rows(queries, pages, **self.budget.arguments(pages.where.lengths, layouts, self.unit)))
+        return None if reading.is_whole else Chosen(*page_rows(queries, reading.pages, **reading.arguments))
+
+    def _reading(self, queries: Tensor, index: PageIndex, joined: bool) -> PageReading:
+        """Return how `queries [q * N, G, D]` read an index; `joined` as in `BlockSelector.best`."""
+        layouts, pages = [index.layout], Ranges(*spans_of(index.layout, queries))
+        longest = index.pairs.longest, index.layout.longest
+        pairs = pair_ranges(index, queries, joined)
+        return PageReading(
+            Pages(index.low, index.high, pages, pairs, self.unit, *longest),
+            self.budget.arguments(pages.lengths, layouts, self.unit),
+            self.budget.reads_all(layouts, self.unit),
+            self.splits_recent(index.pairs),
+        )

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from kvpress.cache.attention import Logits, attend, merge
 from kvpress.cache.layout import Layout
 from kvpress.cache.segment import DenseSegment
+from kvpress.core.selector import Budget
 from kvpress.kernels import Pages, Ranges, page_bounds, page_rows
 from kvpress.sparse.base import SelectorPress
 from kvpress.sparse.infllm_v2 import InfLLMv2Press
-from kvpress.sparse.quest import PageIndex, QuestPress
+from kvpress.sparse.quest import PageIndex, QuestPress, QuestSelector
 from tests.sparse.selecting import partials_of
 
 
@@ -122,15 +123,22 @@ def test_a_budget_below_a_page_is_refused() -> None:
         QuestPress(8)
 
 
-def test_an_operand_is_built_once_for_each_number_of_queries() -> None:
-    pairs = segment([40, 40])
-    index = PageIndex.build([pairs], 4)
+def test_operands_are_built_once_for_each_number_of_queries_and_each_budget() -> None:
+    index = PageIndex.build([segment([40, 40])], 4)
+    selector, larger = QuestSelector(Budget(12), 4), QuestSelector(Budget(20), 4)
     one, two = torch.randn(2, 2, 16), torch.randn(4, 2, 16)
-    first = index.operand(one, 4, joined=False)
-    assert index.operand(torch.randn(2, 2, 16), 4, joined=False) is first
-    assert [index.operand(q, 4, joined) is first for q, joined in ((two, False), (one, True))] == [False, False]
-    expected = page_rows(one, Pages(index.low, index.high, first.where, first.pairs, 4, 40, 10), 3)
-    assert all(map(torch.equal, page_rows(one, first, 3), expected))
+    best = selector.best(None, one, index, joined=False)
+    (reading,) = index.readings.values()
+    selector.best(None, torch.randn(2, 2, 16), index, joined=False)
+    assert list(index.readings.values()) == [reading]
+    for chooser, queries, joined in ((selector, two, False), (selector, one, True), (larger, one, False)):
+        chooser.best(None, queries, index, joined)
+    assert len(index.readings) == 4
+    pages = Pages(index.low, index.high, reading.pages.where, reading.pages.pairs, 4, 40, 10)
+    expected = page_rows(one, pages, 3)
+    assert torch.equal(best.rows, expected[0])
+    assert torch.equal(best.counts, expected[1])
+    assert larger.best(None, one, index, joined=False).rows.shape == (2, 20)
     copied = copy.deepcopy(index)
-    assert all(map(torch.equal, page_rows(one, copied.operand(one, 4, joined=False), 3), expected))
-    assert index.written()["_operands"] == {}
+    assert torch.equal(selector.best(None, one, copied, joined=False).rows, expected[0])
+    assert "readings" not in index.written()

@@ -40,8 +40,9 @@ def check(q: Tensor, parts: Sequence[Part], options: Options) -> None:
     if not parts:
         raise ValueError("parts must hold at least one, got none")
     options.check(q)
+    query = q.shape[0], q.shape[2], q.device
     for part in parts:
-        part.check(q)
+        part.check(q, query)
         if part.value_channels != parts[0].value_channels:
             channels = f"{parts[0].value_channels} and {part.value_channels}"
             raise ValueError(f"values of all parts must have the same number of channels, got {channels}")

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -12,13 +12,17 @@ from torch import Tensor
 
 from kvpress.kernels.cpu import launch
 from kvpress.kernels.formats.coded import Coded
-from kvpress.kernels.formats.fields import Field
+from kvpress.kernels.formats.fields import Field, packed
 from kvpress.kernels.formats.offset import NO_PRODUCTS, Products
 from kvpress.kernels.formats.operand import Options, Part, Rows, Where
 
 Result: TypeAlias = tuple[Tensor, Tensor]
 """Outputs [N, M, Dv] and log-sum-exp [N, M], float32."""
 
+_REQUEST = struct.Struct("=9q2d")
+"""Fields of ``Asked`` in cpu/problem.h up to ``added``."""
+_NO_PRODUCTS = packed(NO_PRODUCTS)
+_PARTS = "decode.cpp", "kvpress_parts"
 _ENTRIES = {
     "dense": ("decode.cpp", "kvpress_dense"),
     "packed": ("decode.cpp", "kvpress_packed"),
@@ -66,23 +70,24 @@ def decode_parts(
     channels = parts[0].value_channels
     out = torch.empty(streams, queries, channels, dtype=torch.float32)
     lse = torch.empty(streams, queries, dtype=torch.float32)
-    tensors = q.to(torch.float32).contiguous(), out, lse, streams, queries
-    settings = options.causal, q.dtype == torch.bfloat16, q.dtype == torch.float32, torch.get_num_threads()
-    logits = float(options.scale), float(options.softcap or 0)
-    request = *tensors, *settings, *logits
-    fields = [NO_PRODUCTS if products is None else products.fields() for products in added] or [NO_PRODUCTS] * len(
-        parts
-    )
+    exact = q.dtype == torch.float32
+    read = q if exact and q.is_contiguous() else q.to(torch.float32).contiguous()
+    settings = options.causal, q.dtype == torch.bfloat16, exact, torch.get_num_threads()
+    request = read, out, lse, streams, queries, *settings, float(options.scale), float(options.softcap or 0)
+    products = added or [None] * len(parts)
     if len(parts) == 1 and not others and not parts[0].rows.has_basis:
-        (part,) = parts
+        (part,), (offset,) = parts, products
+        fields = NO_PRODUCTS if offset is None else offset.fields()
         entry = _ENTRIES[part.rows.keys.name]
-        failure = launch.run(*entry, *request, *fields[0], *part.fields, stored=part.rows, level=level)
+        if level is None:
+            failure = launch.call(*entry, _packed(request, fields) + part.structure)
+        else:
+            failure = launch.run(*entry, *request, *fields, *part.fields, stored=part.rows, level=level)
     else:
-        merging = channels, len(others), len(parts), *_pieces(others)
-        stored = _Parts.of(parts, fields, level)
-        failure = launch.run(
-            "decode.cpp", "kvpress_parts", *request, *NO_PRODUCTS, *merging, stored=stored, level=level
-        )
+        pieces, several = _pieces(others), [_in_several(*each, level) for each in zip(parts, products, strict=True)]
+        merging = packed((channels, len(others), len(parts), *pieces))
+        structures = b"".join([structure for structure, _ in several])
+        failure = launch.call(*_PARTS, _packed(request, NO_PRODUCTS) + merging + structures, level)
     if failure >= 0:
         index, stream = divmod(failure, streams)
         _refuse(stream, parts[index])
@@ -96,24 +101,28 @@ def _refuse(stream: int, part: Part) -> None:
     raise ValueError(f"stream {stream} refers to rows outside the {rows.count} stored ones, or to {causes}")
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """Parts as ``kvpress_parts`` in cpu/decode.cpp reads them."""
+def _packed(request: tuple[Field, ...], added: tuple[Field, ...]) -> bytes:
+    """Pack the fields of ``Asked`` in cpu/problem.h; faster than `packed`, since their types are known."""
+    q, out, lse, *numbers = request
+    structure = _REQUEST.pack(q.data_ptr(), out.data_ptr(), lse.data_ptr(), *numbers)  # type: ignore[union-attr]
+    return structure + (_NO_PRODUCTS if added is NO_PRODUCTS else packed(added))
 
-    kept: object
-    """Parts and fields of their bases, which keep the tensors of the structure alive."""
-    structure: bytes
-    """``Parts::Part`` of cpu/parts.h and the fields of the entry point, for each part in order."""
 
-    @classmethod
-    def of(cls, parts: Sequence[Part], added: Sequence[tuple[Field, ...]], level: str | None) -> _Parts:
-        entries = [launch.address(*_ENTRIES[part.rows.keys.name], level=level) for part in parts]
-        bases = [part.rows.bases() for part in parts]
-        structures = [
-            part.structure_of(entry, fields, packed_bases)
-            for part, entry, fields, (packed_bases, _) in zip(parts, entries, added, bases, strict=True)
-        ]
-        return cls((parts, bases), b"".join(structures))
+def _in_several(part: Part, products: Products | None, level: str | None) -> tuple[bytes, object]:
+    """Return ``Parts::Part`` of cpu/parts.h and the fields of the entry point of a part, and what keeps its tensors alive.
+
+    Cached by the part where its rows have no offset and cache their bases.
+    """
+    cached: tuple[bytes, object] | None = vars(part).get("_in_several")
+    if cached is not None and products is None and level is None:
+        return cached
+    entry = launch.address(*_ENTRIES[part.rows.keys.name], level=level)
+    bases, fields = part.rows.bases()
+    added = NO_PRODUCTS if products is None else products.fields()
+    structure = part.structure_of(entry, added, bases)
+    if products is None and level is None and part.rows.caches_bases:
+        vars(part)["_in_several"] = structure, None
+    return structure, (added, fields)
 
 
 def merge(parts: Sequence[Result], level: str | None = None) -> Result:
@@ -122,7 +131,7 @@ def merge(parts: Sequence[Result], level: str | None = None) -> Result:
     merged, total = torch.empty(out.shape), torch.empty(lse.shape)
     # No queries: there are results to merge only.
     request = None, merged, total, *lse.shape, 0, False, False, torch.get_num_threads(), 1.0, 0.0, *NO_PRODUCTS
-    launch.run("decode.cpp", "kvpress_parts", *request, merged.shape[-1], len(parts), 0, *_pieces(parts), level=level)
+    launch.run(*_PARTS, *request, merged.shape[-1], len(parts), 0, *_pieces(parts), level=level)
     return merged, total
 
 

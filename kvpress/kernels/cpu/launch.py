@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -43,12 +44,16 @@ def level() -> str | None:
 
 def available(tensor: Tensor) -> bool:
     """Whether the C++ kernels can run on the device of a tensor."""
-    return runs_on(tensor.device)
+    return tensor.is_cpu and _can_run()
 
 
 def runs_on(device: torch.device) -> bool:
     """Whether the C++ kernels can run on a device; the first call in a process loads or compiles them."""
-    return device.type == "cpu" and env.cpu_kernels_enabled() and level() is not None
+    return device.type == "cpu" and _can_run()
+
+
+def _can_run() -> bool:
+    return env.cpu_kernels_enabled() and level() is not None
 
 
 def run(source: str, entry: str, *fields: Field, stored: Packable | None = None, level: str | None = None) -> int:
@@ -61,9 +66,19 @@ def run(source: str, entry: str, *fields: Field, stored: Packable | None = None,
         stored: object whose packed struct follows these fields.
         level: instruction-set level; the fastest one by default.
     """
-    kernels = build.load(level or build.best_level(), source)
-    result: int = getattr(kernels, entry)(packed(fields) + (b"" if stored is None else stored.structure))
+    return call(source, entry, packed(fields) + (b"" if stored is None else stored.structure), level)
+
+
+def call(source: str, entry: str, structure: bytes, level: str | None = None) -> int:
+    """Call an entry point with a packed structure; other arguments and result as in `run`."""
+    result: int = _function(source, entry, level or build.best_level())(structure)
     return result
+
+
+@functools.cache
+def _function(source: str, entry: str, level: str) -> Callable[[bytes], int]:
+    function: Callable[[bytes], int] = getattr(build.load(level, source), entry)
+    return function
 
 
 def address(source: str, entry: str, level: str | None = None) -> int:

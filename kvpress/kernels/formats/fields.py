@@ -16,6 +16,7 @@ Field: TypeAlias = Tensor | float | None
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Number of each dtype, as enumerated in ``cpu/problem.h``."""
 
+_ADDRESS = struct.Struct("=q")
 _NUMBERS = frozenset({int, float, bool})
 
 
@@ -28,3 +29,21 @@ def packed(fields: Sequence[Field]) -> bytes:
     ]
     layout = "".join(["d" if type(value) is float else "q" for value in values])
     return struct.pack(layout, *values)
+
+
+class Template:
+    """Packed C struct in which some tensors change from call to call."""
+
+    def __init__(self, fields: Sequence[Field], varying: Sequence[Tensor]) -> None:
+        """Pack `fields`; those that are one of the `varying` tensors are replaced at every call."""
+        self._bytes = packed(fields)
+        self._kept = [field for field in fields if not any(field is tensor for tensor in varying)]
+        """Fields that do not vary, whose tensors must stay alive."""
+        self._offsets = [8 * next(i for i, field in enumerate(fields) if field is tensor) for tensor in varying]
+
+    def filled(self, *tensors: Tensor) -> bytes:
+        """Return the struct with these tensors in the place of the varying ones, in the same order."""
+        structure = bytearray(self._bytes)
+        for offset, tensor in zip(self._offsets, tensors, strict=True):
+            _ADDRESS.pack_into(structure, offset, tensor.data_ptr())
+        return bytes(structure)

@@ -107,6 +107,11 @@ class Rows(Caching):
             vars(self)["_bases"] = result
         return result
 
+    @property
+    def caches_bases(self) -> bool:
+        """Whether `bases` was called, and its result is cached."""
+        return "_bases" in vars(self)
+
     @cached_property
     def _fits(self) -> set[tuple[int, torch.device]]:
         """Head dimensions and devices of queries that these rows were checked with."""
@@ -290,21 +295,15 @@ class Part(Caching):
             # Kernels expect lists of at least one entry; with counts of 0 it is not read.
             object.__setattr__(self, "where", replace(where, rows=where.rows.new_full((len(where.rows), 1), -1)))
 
-    @cached_property
-    def _fits(self) -> set[tuple[int, int, torch.device]]:
-        """Number of streams, head dimensions and devices of queries that this part was checked with."""
-        return set()
-
-    def check(self, q: Tensor) -> None:
-        """Refuse a part that does not fit queries [N, M, D]."""
-        query = q.shape[0], q.shape[2], q.device
-        if query not in self._fits:
+    def check(self, q: Tensor, query: tuple[int, int, torch.device]) -> None:
+        """Refuse a part that does not fit queries q [N, M, D]; `query` holds N, D and the device."""
+        if vars(self).get("_fits") != query:
             self.rows.check(q)
             self.where.check(q)
             self.rows.check_streams(self.where.stream, q.shape[0])
-            self._fits.add(query)
+            vars(self)["_fits"] = query
 
-    @cached_property
+    @property
     def value_channels(self) -> int:
         """Channels Dv of the output."""
         basis = self.rows.value_basis

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvpress.kernels.formats.dense import Dense
+from kvpress.kernels.formats.fields import Template
 from kvpress.kernels.formats.operand import Caching, Ranges
 
 
@@ -17,7 +19,7 @@ from kvpress.kernels.formats.operand import Caching, Ranges
 class Pages(Caching):
     """Bounds of the keys of pages, and the pages and rows of each stream.
 
-    Reuse the object for pages that are read many times: it caches its argument checks.
+    Reuse the object for pages that are read many times: it caches its argument checks and its packed C structs.
     """
 
     low: Tensor
@@ -39,6 +41,11 @@ class Pages(Caching):
     def fits(self) -> set[tuple[int, int, torch.device]]:
         """Numbers of streams, head dimensions and devices of queries that these pages were checked with."""
         return set()
+
+    @cached_property
+    def templates(self) -> dict[Hashable, Template]:
+        """C structs of calls that read these pages, by the settings of the call."""
+        return {}
 
     @cached_property
     def bounds(self) -> tuple[Dense, Dense]:

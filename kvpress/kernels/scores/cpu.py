@@ -27,7 +27,7 @@ def score(
     entry = "kvpress_labels" if low is None else "kvpress_bounds"
     stream = launch.run("scores.cpp", entry, *fields(q, low, high, where, reduce, capacity, out), level=level)
     if stream >= 0:
-        raise refusal(stream, high)
+        raise refusal(stream, len(high.storage))
     return out
 
 
@@ -64,6 +64,6 @@ def fields(
     ]
 
 
-def refusal(stream: int, high: Dense | Packed) -> ValueError:
-    """Return the error for a stream with rows outside of the storage."""
-    return ValueError(f"stream {stream} refers to rows outside the {len(high.storage)} stored rows")
+def refusal(stream: int, stored: int) -> ValueError:
+    """Return the error for a stream with rows outside of the `stored` ones."""
+    return ValueError(f"stream {stream} refers to rows outside the {stored} stored rows")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpress.kernels.cpu import launch
 from kvpress.kernels.formats.dense import Dense
-from kvpress.kernels.formats.fields import Field
+from kvpress.kernels.formats.fields import Field, Template
 from kvpress.kernels.formats.operand import Ranges
 from kvpress.kernels.formats.packed import Packed
 from kvpress.kernels.formats.pages import Pages
@@ -51,7 +51,7 @@ def choose_by_labels(
     chosen = _Chosen((len(q), capacity), k)
     scored = scores_cpu.fields(q, None, labels, where, reduce, capacity, None)
     fields = *scored, *chosen.fields(None, where, first, last, limits)
-    _run("kvpress_label_rows", fields, chosen, labels, limits, level)
+    _check(launch.run("scores.cpp", "kvpress_label_rows", *fields, level=level), chosen, len(labels.storage), limits)
     return chosen.rows, chosen.counts
 
 
@@ -65,14 +65,24 @@ def choose_by_bounds(
     level: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run the kernel that stores no bounds on checked arguments; arguments and results as in `kvpress.kernels.page_rows`."""
-    (low, high), where, pairs = pages.bounds, pages.where, pages.pairs
-    chosen = _Chosen((len(q), pages.capacity), k)
-    rows = torch.empty(len(q), min(chosen.rows.shape[1] * pages.size, pages.longest), dtype=torch.int32)
-    counts = torch.empty(len(q), dtype=torch.int64)
-    scored = scores_cpu.fields(q, low, high, where, "max", pages.capacity, None)
-    listed = pairs.starts.contiguous(), pairs.lengths.contiguous(), rows, counts, pages.size, rows.shape[1]
-    fields = *scored, *chosen.fields(None, where, first, last, limits), *listed
-    _run("kvpress_page_rows", fields, chosen, high, limits, level)
+    streams, q = q.shape[0], q.contiguous()
+    chosen = _Chosen((streams, pages.capacity), k)
+    rows = torch.empty(streams, min(chosen.rows.shape[1] * pages.size, pages.longest), dtype=torch.int32)
+    counts = torch.empty(streams, dtype=torch.int64)
+    varying = q, chosen.rows, chosen.counts, rows, counts
+    settings = q.shape, q.dtype, k, first, last, torch.get_num_threads()
+    template = pages.templates.get(settings) if limits is None and level is None else None
+    if template is None:
+        (low, high), where, pairs = pages.bounds, pages.where, pages.pairs
+        scored = scores_cpu.fields(q, low, high, where, "max", pages.capacity, None)
+        listed = pairs.starts.contiguous(), pairs.lengths.contiguous(), rows, counts, pages.size, rows.shape[1]
+        fields = *scored, *chosen.fields(None, where, first, last, limits), *listed
+        stream = launch.run("scores.cpp", "kvpress_page_rows", *fields, level=level)
+        if limits is None and level is None:
+            pages.templates[settings] = Template(fields, varying)
+    else:
+        stream = launch.call("scores.cpp", "kvpress_page_rows", template.filled(*varying))
+    _check(stream, chosen, len(pages.high), limits)
     return rows, counts
 
 
@@ -96,20 +106,13 @@ def split(
     return found
 
 
-def _run(
-    entry: str,
-    fields: Sequence[Field],
-    chosen: _Chosen,
-    scored: Dense | Packed,
-    limits: Tensor | None,
-    level: str | None,
-) -> None:
-    """Run an entry point that scores and chooses; raises for a stream outside of the `scored` rows, or beyond its limits."""
-    streams, stream = len(chosen.rows), launch.run("scores.cpp", entry, *fields, level=level)
+def _check(stream: int, chosen: _Chosen, stored: int, limits: Tensor | None) -> None:
+    """Refuse what an entry point that scores and chooses found: a stream outside of the `stored` rows, or beyond its limits."""
+    streams = len(chosen.rows)
     if stream >= streams:
         raise refusal(stream - streams, chosen.capacity, limits)
     if stream >= 0:
-        raise scores_cpu.refusal(stream, scored)
+        raise scores_cpu.refusal(stream, stored)
 
 
 class _Chosen:
