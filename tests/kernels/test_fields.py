@@ -7,13 +7,13 @@ import weakref
 
 import torch
 
-from kvpress.kernels.formats.fields import Template, packed
+from kvpress.kernels.formats.fields import CallTemplate, packed
 
 
 def test_a_template_replaces_the_tensors_that_vary_and_keeps_the_others_alive() -> None:
     first, second, third = torch.ones(3), torch.ones(3), torch.ones(3)
     fixed = torch.ones(4)
-    template = Template((1, first, 2.5, fixed, None, second, True), (second, first))
+    template = CallTemplate((1, first, 2.5, fixed, None, second, True), (second, first))
     assert template.filled(third, second) == packed((1, second, 2.5, fixed, None, third, True))
     assert template.filled(second, first) == packed((1, first, 2.5, fixed, None, second, True))
     kept, freed = weakref.ref(fixed), weakref.ref(first)

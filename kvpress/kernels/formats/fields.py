@@ -31,7 +31,7 @@ def packed(fields: Sequence[Field]) -> bytes:
     return struct.pack(layout, *values)
 
 
-class Template:
+class CallTemplate:
     """Packed C struct in which some tensors change from call to call."""
 
     def __init__(self, fields: Sequence[Field], varying: Sequence[Tensor]) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvpress.kernels.formats.dense import Dense
-from kvpress.kernels.formats.fields import Template
+from kvpress.kernels.formats.fields import CallTemplate
 from kvpress.kernels.formats.operand import Caching, Ranges
 
 
@@ -43,7 +43,7 @@ class Pages(Caching):
         return set()
 
     @cached_property
-    def templates(self) -> dict[Hashable, Template]:
+    def templates(self) -> dict[Hashable, CallTemplate]:
         """C structs of calls that read these pages, by the settings of the call."""
         return {}
 

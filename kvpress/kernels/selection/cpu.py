@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpress.kernels.cpu import launch
 from kvpress.kernels.formats.dense import Dense
-from kvpress.kernels.formats.fields import Field, Template
+from kvpress.kernels.formats.fields import Field, CallTemplate
 from kvpress.kernels.formats.operand import Ranges
 from kvpress.kernels.formats.packed import Packed
 from kvpress.kernels.formats.pages import Pages
@@ -79,7 +79,7 @@ def choose_by_bounds(
         fields = *scored, *chosen.fields(None, where, first, last, limits), *listed
         stream = launch.run("scores.cpp", "kvpress_page_rows", *fields, level=level)
         if limits is None and level is None:
-            pages.templates[settings] = Template(fields, varying)
+            pages.templates[settings] = CallTemplate(fields, varying)
     else:
         stream = launch.call("scores.cpp", "kvpress_page_rows", template.filled(*varying))
     _check(stream, chosen, len(pages.high), limits)
