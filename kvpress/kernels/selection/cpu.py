@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpress.kernels.cpu import launch
 from kvpress.kernels.formats.dense import Dense
-from kvpress.kernels.formats.fields import Field, CallTemplate
+from kvpress.kernels.formats.fields import CallTemplate, Field
 from kvpress.kernels.formats.operand import Ranges
 from kvpress.kernels.formats.packed import Packed
 from kvpress.kernels.formats.pages import Pages
