@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 import kvpress
+from kvpress import atomic
 from kvpress.cache import container, header
 from kvpress.cache.header import header_of
 from kvpress.cache.mixed import MixedSegment
@@ -398,7 +399,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError(errno.ENOSPC, "no space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(container.os, "fsync", full)
+        patch.setattr(atomic.os, "fsync", full)
         with pytest.raises(OSError, match="no space left"):
             kvpress.save(cache, path, model)
     assert path.read_bytes() == before

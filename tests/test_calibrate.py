@@ -166,7 +166,7 @@ def test_a_full_disk_leaves_no_part_of_a_file(tmp_path: Path, monkeypatch: pytes
     def full(number: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("kvpress.core.calibration.os.fsync", full)
+    monkeypatch.setattr("kvpress.atomic.os.fsync", full)
     text = tmp_path / "text.txt"
     text.write_text("The old river runs. " * 20)
     options = ["--model", "reference", "--data", str(text), "--sequences", "1", "--tokens", "16"]

@@ -16,9 +16,7 @@ import errno
 import hashlib
 import math
 import mmap
-import os
 import shutil
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -28,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpress.atomic import replacing
 from kvpress.cache.header import ALIGN, MOST_HEADER, Header, Place, header_of, opened
 
 CHUNK = 2**22
@@ -139,25 +138,16 @@ def write(path: Path, writing: Writing) -> int:
     size = len(head) + writing.header.data_bytes
     if (free := shutil.disk_usage(path.parent).free) < size:
         raise OSError(errno.ENOSPC, f"the file takes {size} bytes, of which {free} are free", str(path))
-    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
-    try:
-        with part.open("xb") as file:
-            file.write(head)
-            for number in range(len(writing.header.blocks)):
-                digest = hashlib.sha256()
-                for chunk in writing.chunks(number):
-                    digest.update(chunk)
-                    file.write(chunk)
-                writing.header.digests.append(digest.hexdigest())
-            file.seek(0)
-            file.write(writing.header.to_bytes())
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-    _sync_folder(path.parent)
+    with replacing(path) as file:
+        file.write(head)
+        for number in range(len(writing.header.blocks)):
+            digest = hashlib.sha256()
+            for chunk in writing.chunks(number):
+                digest.update(chunk)
+                file.write(chunk)
+            writing.header.digests.append(digest.hexdigest())
+        file.seek(0)
+        file.write(writing.header.to_bytes())
     return size
 
 
@@ -300,13 +290,3 @@ def _unpacked(flat: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tenso
     except zstandard.ZstdError as error:
         raise ValueError(f"a tensor of shape {list(shape)} cannot be unpacked: {error}") from error
     return torch.frombuffer(planes, dtype=torch.uint8).view(2, -1).T.contiguous().flatten().view(dtype).view(shape)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Flush a folder, so that a new name in it survives a crash, where the system can open folders."""
-    if hasattr(os, "O_DIRECTORY"):
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

@@ -18,8 +18,9 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from kvpress.atomic import write_whole
 from kvpress.calibrate.run import CalibrationSettings, FinishedLayers, Report
-from kvpress.core.calibration import Calibration, write_whole
+from kvpress.core.calibration import Calibration
 from kvpress.core.checks import Count, NotNegative, Positive, Range, Size, check_fields
 from kvpress.core.host import AttentionInputs, host
 from kvpress.core.model import ModelFacts

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from kvpress.atomic import write_whole
 from kvpress.core.model import LayerFacts, ModelFacts
 
 FORMAT = 3
@@ -147,20 +147,6 @@ def read_json_object(path: Path, remedy: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}; {remedy}")
     return content
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file atomically: a crash leaves the old file or none."""
-    partial_file = path.with_name(path.name + ".part")
-    try:
-        with partial_file.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial_file.replace(path)
-    except BaseException:
-        partial_file.unlink(missing_ok=True)
-        raise
 
 
 def read(path: str | Path, method: str | None = None) -> Calibration:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from kvpress import env
+from kvpress.atomic import write_whole
 from kvpress.core import calibration as calibration
 from kvpress.core.calibration import Calibration
 from kvpress.core.model import ModelFacts
@@ -119,7 +120,7 @@ def fetch_web(url: str, check: Callable[[str], object], needed: str) -> Path:
     for file in files:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            calibration.write_whole(file, content)
+            write_whole(file, content)
         except OSError:  # a home folder that cannot be written
             continue
         try:

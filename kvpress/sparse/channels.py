@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpress.atomic import write_whole
 from kvpress.core import calibration as calibration
-from kvpress.core.calibration import Calibration, how_to_make, read_json_object, write_whole
+from kvpress.core.calibration import Calibration, how_to_make, read_json_object
 from kvpress.core.checks import check_count
 from kvpress.core.model import LayerFacts, ModelFacts
 from kvpress.counts import few

@@ -31,6 +31,7 @@ RANKS = (
 )
 """Modules of a step import only that step and the steps below."""
 USED = {
+    "kvpress.atomic",
     "kvpress", "kvpress.cache.attention", "kvpress.cache.files", "kvpress.cache.report", "kvpress.calibrate.corpus",
     "kvpress.cache.matmul", "kvpress.cli", "kvpress.cli.outputs", "kvpress.core.effect",
     "kvpress.core.press",

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from kvpress.atomic import write_whole
 from kvpress_eval.common.errors import OutputError, translated_os_errors
 
 
@@ -54,24 +55,8 @@ def write_json(path: Path, value: object) -> None:
 
 def replace_file(path: Path, content: bytes) -> None:
     """Replace a file atomically: after a crash it has the old or the new content."""
-    temporary = path.with_name(f"{path.name}.tmp")
     with translated_os_errors(path):
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Flush the entries of a folder to disk, except on Windows, where a folder cannot be opened."""
-    if hasattr(os, "O_DIRECTORY"):
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        write_whole(path, content)
 
 
 def make_folder(folder: Path) -> None:

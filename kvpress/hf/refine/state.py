@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import os
-import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -12,6 +10,7 @@ from typing import Any, BinaryIO, cast
 import torch
 from torch import Tensor
 
+from kvpress.atomic import replacing
 from kvpress.hf.refine.study import StudyItem
 
 
@@ -52,19 +51,11 @@ class RefineState:
         Raises:
             OSError: the folder cannot be written to, or the disk is full.
         """
-        part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
         plain = dict(vars(self))
         for name in _ITEMS:
             plain[name] = [[item.kind, list(item.prompt), list(item.answer)] for item in plain[name]]
-        try:
-            with part.open("xb") as file:
-                _serialise(plain, file)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(path)
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
+        with replacing(path) as file:
+            _serialise(plain, file)
 
     @classmethod
     def load(cls, path: Path, identity: dict[str, Any], device: torch.device) -> RefineState:
