@@ -8,6 +8,7 @@
     python -m benchmarks.recall_presses recommended --out essays.json --filler essays
     python -m benchmarks.recall_presses seen --out seen.json --question-aware
     python -m benchmarks.recall_presses fitted --out fitted.json   (with predictors.safetensors and rotations.safetensors here)
+    python -m benchmarks.recall_presses calibrated --out calibrated.json   (in the folder of `benchmarks.calibrations`)
     python -m benchmarks.recall_table half.json --by-size
 
 `half` keeps half of the pairs where a press has a ratio, and its own default size otherwise. Presses are measured in groups
@@ -168,6 +169,29 @@ FITTED = (
     *(f"saw_int4:bits={bits},residual_length=32,sinks=4" for bits in (4, 2)),
 )
 """Presses with a file of the model, in the folder in which the study runs, beside others of their size."""
+CALIBRATED = (
+    "kivi:bits=4",
+    "rotated:bits=4",
+    "cq:residual_length=32,calibration=cq.safetensors",
+    "kvquant:calibration=kvquant.safetensors",
+    "kvquant:bits=3,calibration=kvquant.safetensors",
+    "aquakv:calibration=aquakv.safetensors",
+    "aquakv:bits=3,calibration=aquakv.safetensors",
+    "leank:0.5,sink_size=16,recent_size=64,calibration=leank.safetensors",
+    "compactor:0.5",
+    EXPECTED,
+    "expected_attention_stats:0.5,epsilon=0.02,stats_folder=expected_attention.safetensors",
+    "qfilter:0.5,filters=qfilter.safetensors",
+    "kvzap:0.5,weights=kvzap.safetensors",
+    "kvzap:0.5,model_type=linear,weights=kvzap_linear.safetensors",
+    "fastkvzip:0.5,gates=fastkvzip.safetensors",
+    "duo_attention:0.5,on_the_fly_scoring=true",
+    "duo_attention:0.5,table=duo_attention.tsv,sink_size=16,recent_size=64",
+    "duo_attention:0.5,table=kvzip_heads.tsv,sink_size=16,recent_size=64",
+    "quest:budget=128,page_size=4",
+    "double_sparsity:budget=128,channels=16,calibration=double_sparsity.safetensors",
+)
+"""Presses with the files of `benchmarks.calibrations`, in the folder in which the study runs, beside others without a file."""
 STUDIES: dict[str, tuple[str, ...]] = {
     "half": (*CODECS, *EVICTORS, *SELECTORS, *SPARSE_PREFILL, *REREADERS, *SIZES),
     "quarter": (
@@ -184,6 +208,7 @@ STUDIES: dict[str, tuple[str, ...]] = {
     ),
     "recommended": RECOMMENDED,
     "fitted": FITTED,
+    "calibrated": CALIBRATED,
     "unseen": (
         "frontier:smaller=5",
         "frontier:smaller=10",

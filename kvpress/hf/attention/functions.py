@@ -107,12 +107,14 @@ def attention(
             run = native_attention(module)
             result, _ = run(module, native_query, keys, values, visible, scaling=scaling, dropout=dropout, **kwargs)
     elif forward.parts or (forward.nearby is not None and call.layer.expand is None and call.causal):
-        out, call.lse = _attend_parts(call, query, real, forward)
+        with forward.with_autocast(False):
+            out, call.lse = _attend_parts(call, query, real, forward)
         result = _out_of_order(ungroup(out, query.shape[0], query.shape[1]).to(query.dtype), key, plan.tiles)
     elif reads_store or pattern is not None:
         reader = None if rereads or not reads_store else plan.reader(call)
         pattern_attention = None if pattern is None else partial(pattern.attend, call)
-        out, call.lse = store.attend(query, call.logits, real, call.sinks, reader, pattern_attention)
+        with forward.with_autocast(False):
+            out, call.lse = store.attend(query, call.logits, real, call.sinks, reader, pattern_attention)
         result = _out_of_order(ungroup(out, query.shape[0], query.shape[1]).to(query.dtype), key, plan.tiles)
     else:
         keys, values = store.window.filled_keys, store.window.filled_values
@@ -121,10 +123,11 @@ def attention(
         result, call.attentions = run(
             module, native_query, keys, values, native(keys.shape[2]), scaling=scaling, dropout=dropout, **kwargs
         )
-    if plan.selector is not None and not rereads:
-        plan.selector.after(call)
-    if static is None and not rereads:
-        session.observe(call)
+    with forward.with_autocast(False):
+        if plan.selector is not None and not rereads:
+            plan.selector.after(call)
+        if static is None and not rereads:
+            session.observe(call)
     if forward.weights and not rereads and call.attentions is None:
         settings = {"scaling": scaling, "dropout": dropout, **kwargs}
         return result, _weights(module, call, native_query, key, plan.tiles, attention_mask, settings)

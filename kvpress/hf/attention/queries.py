@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -57,7 +58,8 @@ def intercept(module: nn.Module, hidden_states: Tensor, kwargs: dict[str, Any]) 
     if native != NAME:
         config._attn_implementation_internal = NAME
     try:
-        module.forward(**arguments)
+        with nullcontext() if here.forward is None else here.forward.with_autocast(True):
+            module.forward(**arguments)
     except InterceptedError as inputs:
         return inputs
     finally:

@@ -112,6 +112,11 @@ class PressLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if (
+            key_states.dtype != value_states.dtype
+        ):  # under autocast, which leaves keys in float32 after their rotary embedding
+            dtype = min(key_states.dtype, value_states.dtype, key=lambda dtype: dtype.itemsize)
+            key_states, value_states = key_states.to(dtype), value_states.to(dtype)
         if self.merged_heads == 1:
             return self._update(key_states, value_states)
         return self._split(*self._update(merge_heads(key_states), merge_heads(value_states)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,6 +79,12 @@ def generated_behind(mask: Tensor, request: Request | None, cache: Any) -> RealT
     return request.real_tokens
 
 
+def autocast_of(model: nn.Module) -> tuple[str, torch.dtype] | None:
+    """Return the device and dtype of the autocast that a model would run under here; None without one."""
+    device = next(model.parameters()).device.type
+    return (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
+
+
 @dataclass(eq=False)
 class Forward:
     """A forward pass of the decoder under a press."""
@@ -127,6 +133,8 @@ class Forward:
     """Tokens that layers receive (`kvpress.hf.session.token_dropping`); None for all."""
     weights: bool = False
     """Whether layers return attention weights."""
+    autocast: tuple[str, torch.dtype] | None = None
+    """Device and dtype of the autocast that the model runs under; None without one."""
     guard: Any = None
     """Lock of the cache, which readers in other threads wait for."""
     thread: str = field(default_factory=lambda: threading.current_thread().name)
@@ -138,6 +146,16 @@ class Forward:
         ids, cells = here.given, here.cells
         here.given = here.cells = None
         return None if session is None else cls(session, request, owns_cache=owns_cache, given=ids, cells=cells)
+
+    def with_autocast(self, enabled: bool) -> AbstractContextManager[Any]:
+        """Return a context in which the model's autocast, if it runs under one, is on or off.
+
+        Presses compute without it: it would round their float32 statistics, and joins no tensors of different 16-bit dtypes.
+        """
+        if self.autocast is None:
+            return nullcontext()
+        device, dtype = self.autocast
+        return torch.autocast(device, dtype, enabled=enabled)
 
     def ids_among(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """Return the ids `[B, Q]` of the decoder's new tokens, or None if they came as embeddings of unknown ids."""

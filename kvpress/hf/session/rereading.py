@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -115,7 +116,8 @@ class DecoderReader:
         if mask is not None:
             mask = torch.cat([mask, mask.new_ones(ids.shape[:2])], dim=1)[:, : seen + ids.shape[1]]
         tokens = {"inputs_embeds" if ids.is_floating_point() else "input_ids": ids}
-        with as_pass(forward):
+        outer = here.forward
+        with nullcontext() if outer is None else outer.with_autocast(True), as_pass(forward):
             self.session.decoder(
                 **tokens,
                 attention_mask=mask,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -45,7 +45,7 @@ from kvpress.hf.session.compiled import original
 from kvpress.hf.session.image_merging import merge_prompt
 from kvpress.hf.session.installation import Installation, check_free, install
 from kvpress.hf.session.layer_plan import LayerPlan
-from kvpress.hf.session.requests import Forward, here
+from kvpress.hf.session.requests import Forward, autocast_of, here
 from kvpress.hf.session.rereading import DecoderReader
 from kvpress.observe.call import AttentionLayer, LayerCall, NewTokens
 from kvpress.observe.observer import Wanted
@@ -144,6 +144,8 @@ class Session(BaseSession):
             self.modules = []
             return
         facts = facts_of(self.model, self.modules)
+        if (autocast := autocast_of(self.decoder)) is not None:
+            facts = replace(facts, dtype=min(facts.dtype, autocast[1], key=lambda dtype: dtype.itemsize))
         if self.tokenizer is not None:
             facts = replace(facts, tokenizer=lambda: self.tokenizer)
         self.positions = facts.positions
@@ -225,12 +227,14 @@ class Session(BaseSession):
     ) -> Any:
         """Run the decoder as one pass."""
         forward.modules_left = len(self.modules)
+        forward.autocast = autocast_of(self.decoder)
         outer, here.forward = here.forward, forward
         try:
             self.check(forward, args, kwargs)
             forward.note(args, kwargs)
             output = token_dropping.whole_output(forward, decode(*args, **merge_prompt(self, forward, kwargs)))
-            self._pass_over(forward, args, kwargs)
+            with forward.with_autocast(False):
+                self._pass_over(forward, args, kwargs)
         except BaseException:
             forward.fail()
             raise
@@ -330,14 +334,16 @@ class Session(BaseSession):
         return tracker
 
     def observe(self, call: LayerCall) -> None:
-        """Run the observers that a later step of the press needs."""
+        """Run the observers that a later step of the press needs; their state keeps no graph of the pass."""
         watched = self.executor.watched[call.phase]
         if any(not observation.by_token for observation in watched):
             call.keep_store(call.tokens.seen_before)
-        for observation in (*watched, *self._aids(call)):
-            if observation not in call.store.observers:
-                call.store.observers[observation] = observation.make()
-            call.store.observers[observation].observe(call)
+        wanted = (*watched, *self._aids(call))
+        with torch.no_grad() if wanted else nullcontext():
+            for observation in wanted:
+                if observation not in call.store.observers:
+                    call.store.observers[observation] = observation.make()
+                call.store.observers[observation].observe(call)
 
     def _aids(self, call: LayerCall) -> tuple[Wanted, ...]:
         """Return the observers of a prompt's queries that the codec of a layer rounds better with.
@@ -357,7 +363,8 @@ class Session(BaseSession):
         """Finish the call of an attention module, and return its output, which a user's hook may have replaced."""
         if id(module) not in self.layers:
             return output
-        output = self._after(forward, module, output)
+        with forward.with_autocast(False):
+            output = self._after(forward, module, output)
         forward.modules_left -= 1
         return output
 

@@ -84,7 +84,7 @@ def decode_parts(
         else:
             failure = launch.run(*entry, *request, *fields, *part.fields, stored=part.rows, level=level)
     else:
-        pieces, several = _pieces(others), [_in_several(*each, level) for each in zip(parts, products, strict=True)]
+        pieces, several = _pieces(others), [_part_structure(*each, level) for each in zip(parts, products, strict=True)]
         merging = packed((channels, len(others), len(parts), *pieces))
         structures = b"".join([structure for structure, _ in several])
         failure = launch.call(*_PARTS, _packed(request, NO_PRODUCTS) + merging + structures, level)
@@ -108,12 +108,12 @@ def _packed(request: tuple[Field, ...], added: tuple[Field, ...]) -> bytes:
     return structure + (_NO_PRODUCTS if added is NO_PRODUCTS else packed(added))
 
 
-def _in_several(part: Part, products: Products | None, level: str | None) -> tuple[bytes, object]:
+def _part_structure(part: Part, products: Products | None, level: str | None) -> tuple[bytes, object]:
     """Return ``Parts::Part`` of cpu/parts.h and the fields of the entry point of a part, and what keeps its tensors alive.
 
     Cached by the part where its rows have no offset and cache their bases.
     """
-    cached: tuple[bytes, object] | None = vars(part).get("_in_several")
+    cached: tuple[bytes, object] | None = vars(part).get("_part_structure")
     if cached is not None and products is None and level is None:
         return cached
     entry = launch.address(*_ENTRIES[part.rows.keys.name], level=level)
@@ -121,7 +121,7 @@ def _in_several(part: Part, products: Products | None, level: str | None) -> tup
     added = NO_PRODUCTS if products is None else products.fields()
     structure = part.structure_of(entry, added, bases)
     if products is None and level is None and part.rows.caches_bases:
-        vars(part)["_in_several"] = structure, None
+        vars(part)["_part_structure"] = structure, None
     return structure, (added, fields)
 
 
