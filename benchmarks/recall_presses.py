@@ -5,7 +5,8 @@
                                         [--take benchmarks/results/recall_smollm2_1024.json ...] [--finished]
     python -m benchmarks.recall_presses quarter --out quarter.json
     python -m benchmarks.recall_presses unseen --out unseen.json --contexts 40
-    python -m benchmarks.recall_presses recommended --out essays.json --filler essays
+    python -m benchmarks.recall_presses recommended --out prose.json --filler essays --contexts 40
+    python -m benchmarks.recall_presses sizes --out essays.json --filler essays --contexts 40 --take prose.json
     python -m benchmarks.recall_presses seen --out seen.json --question-aware
     python -m benchmarks.recall_presses fitted --out fitted.json   (with predictors.safetensors and rotations.safetensors here)
     python -m benchmarks.recall_presses calibrated --out calibrated.json   (in the folder of `benchmarks.calibrations`)
@@ -207,6 +208,7 @@ STUDIES: dict[str, tuple[str, ...]] = {
         "keydiff:0.75",
     ),
     "recommended": RECOMMENDED,
+    "sizes": tuple(f"frontier:smaller={factor}" for factor in (5, 10, 20, 50)),
     "fitted": FITTED,
     "calibrated": CALIBRATED,
     "unseen": (
