@@ -4,6 +4,7 @@
     python -m benchmarks.recall_presses half --out half.json [--length 1024] [--filler noise] [--contexts 4] [--threads 1]
                                         [--take benchmarks/results/recall_smollm2_1024.json ...] [--finished]
     python -m benchmarks.recall_presses quarter --out quarter.json
+    python -m benchmarks.recall_presses evictors --ratio 0.9 --out tenth.json
     python -m benchmarks.recall_presses unseen --out unseen.json --contexts 40
     python -m benchmarks.recall_presses recommended --out prose.json --filler essays --contexts 40
     python -m benchmarks.recall_presses sizes --out essays.json --filler essays --contexts 40 --take prose.json
@@ -12,7 +13,8 @@
     python -m benchmarks.recall_presses calibrated --out calibrated.json   (in the folder of `benchmarks.calibrations`)
     python -m benchmarks.recall_table half.json --by-size
 
-`half` keeps half of the pairs where a press has a ratio, and its own default size otherwise. Presses are measured in groups
+`half` keeps half of the pairs where a press has a ratio, and its own default size otherwise; `evictors` are those of its
+presses that have one. Presses are measured in groups
 that share the reading of a context. A group that fails is measured press by press, and the record names the presses that
 failed with the reason. Rows are stored in `FILE.rows`, so that the same command continues a run that was stopped, and
 `--finished` writes the record of what is there. `--take` copies the rows of the same questions from earlier records. With
@@ -47,6 +49,8 @@ SETTINGS = (
     "values",
 )  # fmt: skip
 """Fields of a record that its rows depend on."""
+HALF = ":0.5"
+"""Ratio in a spec, which `--ratio` replaces."""
 EXPECTED = "expected_attention:0.5,epsilon=0.02"
 EVICTORS = (
     "snapkv:0.5",
@@ -207,6 +211,7 @@ STUDIES: dict[str, tuple[str, ...]] = {
         "adakv(expected_attention:0.75,epsilon=0.02)",
         "keydiff:0.75",
     ),
+    "evictors": tuple(press for press in (*EVICTORS, *REREADERS) if HALF in press),
     "recommended": RECOMMENDED,
     "sizes": tuple(f"frontier:smaller={factor}" for factor in (5, 10, 20, 50)),
     "fitted": FITTED,
@@ -371,6 +376,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, default=4)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--question-aware", action="store_true")
+    parser.add_argument("--ratio", type=float, help="share of pairs to evict instead of half of them")
     parser.add_argument("--take", type=Path, nargs="+", default=[], help="records whose rows are copied")
     parser.add_argument(
         "--finished", action="store_true", help="measure nothing, and write the presses that are finished"
@@ -386,15 +392,16 @@ def main() -> None:
         threads=options.threads,
         question_aware=options.question_aware,
     )
+    presses = STUDIES[options.study]
+    if options.ratio is not None:
+        presses = tuple(press.replace(HALF, f":{options.ratio}") for press in presses)
     console = Console(stderr=True)
     folder = rows_folder(options.out)
     if options.take:
         earlier = [json.loads(path.read_text()) for path in options.take]
-        count = take_rows(folder, earlier, {BASELINE, *STUDIES[options.study]}, config)
+        count = take_rows(folder, earlier, {BASELINE, *presses}, config)
         console.print(f"rows taken from earlier records: {count}")
-    record = measure_all(
-        config, STUDIES[options.study], FactSettings(), folder, console, options.finished, options.press_seconds
-    )
+    record = measure_all(config, presses, FactSettings(), folder, console, options.finished, options.press_seconds)
     write_json(options.out, record)
 
 

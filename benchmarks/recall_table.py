@@ -5,11 +5,13 @@
     python benchmarks/recall_table.py FILE ... --figure docs/recall_sizes.png
     python benchmarks/recall_table.py FILE --codecs --figure docs/codecs_smollm2.png
     python benchmarks/recall_table.py half.json quarter.json --by-size [--page docs/accuracy.md]
+    python benchmarks/recall_table.py half.json quarter.json tenth.json --by-ratio [--page docs/accuracy.md]
 
 Without a figure, each length of each file is printed as a Markdown table, as in `docs/real-models.md`. With `--by-size`, the
-presses of all files are printed in tables of about equal size, closest to the full cache first, or put into a page. The
-figure shows the divergence from the full cache against the size. Both take the first length of all files, which must have
-the same contexts.
+presses of all files are printed in tables of about equal size, closest to the full cache first, or put into a page; with
+`--by-ratio`, the presses with a ratio are rows of one table, with the figures of each file side by side. The figure shows the
+divergence from the full cache against the size. All of these take the first length of all files, which must have the same
+contexts.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ BANDS = (
 )
 """Least times smaller of the presses in a table, and its heading."""
 
+RATIO = re.compile(r":(0\.\d+)")
+"""Ratio of a spec."""
 CODEC = re.compile(r"(kivi|rotated|turboquant):bits=\d")
 """Spec of a codec alone, whose name is the first group."""
 LABELLED = (
@@ -55,18 +59,20 @@ def main() -> None:
     parser.add_argument("--figure", type=Path, help="PNG to write")
     parser.add_argument("--codecs", action="store_true", help="draw codecs alone, against held bits for each value")
     parser.add_argument("--by-size", action="store_true", help="print tables of presses of about equal size")
+    parser.add_argument("--by-ratio", action="store_true", help="print a table of presses with the ratios of all files")
     parser.add_argument("--page", type=Path, help="page in which these tables between two marks are replaced")
     options = parser.parse_args()
     records = [json.loads(path.read_text()) for path in options.files]
     if options.figure is not None:
         write_figure(options.figure, draw_codecs if options.codecs else draw, joined(records), 9.0)
         return
-    if options.by_size:
-        text = by_size(joined(records)["rows"])
+    if options.by_size or options.by_ratio:
+        rows = joined(records)["rows"]
+        name, text = ("recall", by_size(rows)) if options.by_size else ("ratios", by_ratio(rows))
         if options.page is None:
             print(text)
         else:
-            put(options.page, "recall", text)
+            put(options.page, name, text)
         return
     for record in records:
         for cell in record["cells"]:
@@ -102,6 +108,22 @@ def by_size(rows: list[dict[str, Any]]) -> str:
             ordered = sorted(band, key=lambda row: row["kl_mean"])
             tables.append(f"### {heading}\n\n{to_markdown([full, *ordered]).strip()}\n")
     return "\n".join(tables)
+
+
+def by_ratio(rows: list[dict[str, Any]]) -> str:
+    """Return one table of the presses with a ratio: exact answers and KL for each ratio, closest at the largest one first."""
+    presses: dict[str, dict[float, dict[str, Any]]] = {}
+    for row in rows:
+        if match := RATIO.search(row["press"]):
+            presses.setdefault(RATIO.sub(":R", row["press"], count=1), {})[float(match[1])] = row
+    ratios = sorted({ratio for measured in presses.values() for ratio in measured})
+    presses = {press: measured for press, measured in presses.items() if len(measured) == len(ratios)}
+    headings = [f"R = {ratio:g}: {name}" for ratio in ratios for name in ("exact %", "KL")]
+    lines = [f"| press | {' | '.join(headings)} |", "| --- |" + " ---: |" * len(headings)]
+    for press, measured in sorted(presses.items(), key=lambda item: item[1][ratios[-1]]["kl_mean"]):
+        figures = [f"{100 * measured[r]['exact']:.0f} | {measured[r]['kl_mean']:.4f}" for r in ratios]
+        lines.append(f"| {press} | {' | '.join(figures)} |")
+    return "\n".join(lines) + "\n"
 
 
 def draw(study: dict[str, Any], figure: Figure) -> None:
