@@ -169,6 +169,11 @@ class KVStore(Rollback):
         """All sealed segments, oldest first."""
         return [*self.segments, *self.dense_parts()]
 
+    @property
+    def has_sealed(self) -> bool:
+        """Whether any pair is sealed."""
+        return bool(self.segments or self.joined_parts or vars(self)["dense"] is not None)
+
     def count_generated(self, tokens: int) -> None:
         """Count so many generated tokens since the last eviction from every row."""
         self.since_eviction, self.counted = [count + tokens for count in self.since_eviction], self.seen
@@ -238,15 +243,13 @@ class KVStore(Rollback):
         causal_tokens = 0
         mask = RealTokens(mask) if isinstance(mask, Tensor) else mask
         hides = self._hides_sealed(mask)
-        fully_read = self.sealed
-        if reader is not None and self.segments and not hides:
-            for read in reader(rows):
-                if isinstance(read, kernels.Part):
-                    operator_parts.append(read)
-                else:
-                    parts.append(read)
-            fully_read = self.sealed[len(self.segments) :]
-        for segment in fully_read:
+        chosen = reader(rows) if reader is not None and self.segments and not hides else None
+        for read in chosen or ():
+            if isinstance(read, kernels.Part):
+                operator_parts.append(read)
+            else:
+                parts.append(read)
+        for segment in self.sealed if chosen is None else self.dense_parts():
             hidden = self._hidden(segment, mask.real) if hides and mask is not None else None
             operands = segment.as_parts(rows, logits) if hidden is None else None
             if operands is None:

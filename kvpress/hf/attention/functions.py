@@ -85,7 +85,7 @@ def attention(
     call.tokens.mask = None if real is None else real.real
     # torch's CPU sdpa is slow for a single query over grouped heads, so the store always computes these.
     reads_store = (
-        bool(store.sealed)
+        store.has_sealed
         or (length == 1 and call.tokens.seen_before > 0 and (static is not None or query.device.type == "cpu"))
         or _few_behind_many(module, call, attention_mask)
     )
