@@ -427,6 +427,18 @@ def test_the_page_of_every_press_shows_the_committed_figures() -> None:
     assert tables.strip() in Path("docs/accuracy.md").read_text()
 
 
+def test_the_page_of_every_press_shows_the_figures_of_all_ratios() -> None:
+    names = ("half", "fourth", "tenth")
+    records = [json.loads(Path(f"benchmarks/results/recall_smollm2_1024_{name}.json").read_text()) for name in names]
+    table = recall_table.by_ratio(recall_table.joined(records)["rows"])
+    assert table.strip() in Path("docs/accuracy.md").read_text()
+    rows = [line.split(" | ") for line in table.splitlines()[2:]]
+    assert {len(row) for row in rows} == {7}
+    assert len(rows) > 40
+    divergences = [float(row[-1].rstrip(" |")) for row in rows]
+    assert divergences == sorted(divergences)
+
+
 @pytest.mark.parametrize("name", ["fitted", "seen", "prose", "quarter"])
 def test_the_page_of_every_press_shows_the_figures_of_smaller_studies(name: str) -> None:
     (cell,) = json.loads(Path(f"benchmarks/results/recall_smollm2_1024_{name}.json").read_text())["cells"]
