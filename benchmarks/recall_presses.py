@@ -3,7 +3,6 @@
 
     python -m benchmarks.recall_presses half --out half.json [--length 1024] [--filler noise] [--contexts 4] [--threads 1]
                                         [--take benchmarks/results/recall_smollm2_1024.json ...] [--finished]
-    python -m benchmarks.recall_presses quarter --out quarter.json
     python -m benchmarks.recall_presses evictors --ratio 0.9 --out tenth.json
     python -m benchmarks.recall_presses unseen --out unseen.json --contexts 40
     python -m benchmarks.recall_presses recommended --out prose.json --filler essays --contexts 40
@@ -199,18 +198,6 @@ CALIBRATED = (
 """Presses with the files of `benchmarks.calibrations`, in the folder in which the study runs, beside others without a file."""
 STUDIES: dict[str, tuple[str, ...]] = {
     "half": (*CODECS, *EVICTORS, *SELECTORS, *SPARSE_PREFILL, *REREADERS, *SIZES),
-    "quarter": (
-        "kvzip:0.75",
-        "kvgrad:0.75",
-        "refit(kvzip:0.75):ridge=1.0",
-        "kvcompose:0.75",
-        "compactor:0.75",
-        "leverage_score:0.75",
-        "non_causal_attn:0.75",
-        "expected_attention:0.75,epsilon=0.02",
-        "adakv(expected_attention:0.75,epsilon=0.02)",
-        "keydiff:0.75",
-    ),
     "evictors": tuple(press for press in (*EVICTORS, *REREADERS) if HALF in press),
     "recommended": RECOMMENDED,
     "sizes": tuple(f"frontier:smaller={factor}" for factor in (5, 10, 20, 50)),
@@ -269,18 +256,9 @@ STUDIES: dict[str, tuple[str, ...]] = {
 }
 ARTEFACT = "needs a file that is made for the model"
 NOT_MEASURED = {
-    "aquakv": ARTEFACT,
     "block_gtq": ARTEFACT,
-    "cq": ARTEFACT,
-    "double_sparsity": ARTEFACT,
-    "expected_attention_stats": ARTEFACT,
-    "fastkvzip": ARTEFACT,
     "headkv": ARTEFACT,
-    "kvquant": ARTEFACT,
-    "kvzap": ARTEFACT,
-    "leank": ARTEFACT,
     "lukv": ARTEFACT,
-    "qfilter": ARTEFACT,
     "restorekv": ARTEFACT,
     "rlkv": ARTEFACT,
     "dms": "cuts by a threshold, not to a size",

@@ -4,8 +4,8 @@
     python benchmarks/recall_table.py benchmarks/results/recall_smollm2_1024.json
     python benchmarks/recall_table.py FILE ... --figure docs/recall_sizes.png
     python benchmarks/recall_table.py FILE --codecs --figure docs/codecs_smollm2.png
-    python benchmarks/recall_table.py half.json quarter.json --by-size [--page docs/accuracy.md]
-    python benchmarks/recall_table.py half.json quarter.json tenth.json --by-ratio [--page docs/accuracy.md]
+    python benchmarks/recall_table.py half.json more.json --by-size [--page docs/accuracy.md]
+    python benchmarks/recall_table.py half.json fourth.json tenth.json --by-ratio [--page docs/accuracy.md]
 
 Without a figure, each length of each file is printed as a Markdown table, as in `docs/real-models.md`. With `--by-size`, the
 presses of all files are printed in tables of about equal size, closest to the full cache first, or put into a page; with

@@ -42,7 +42,7 @@ class QuestPress(SelectorPress):
     after a prompt; generated ones enter pages 64 at a time (256 on a GPU). The first `skip_layers` layers read everything.
 
     Small pages find more: reading 128 of 1024 pairs, SmolLM2-135M-Instruct answers 13% of the questions with `page_size=16`,
-    as in the paper, and 62% with 4 (full cache 87%, `docs/real-models.md`). The bounds of pages of 4 take half of the memory of
+    as in the paper, and 62% with 4 (full cache 80%, `docs/real-models.md`). The bounds of pages of 4 take half of the memory of
     keys, those of pages of 16 an eighth.
 
     Paper: Tang et al., Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference, 2024, arXiv:2406.10774.
