@@ -59,8 +59,9 @@ class AttentionMatchingPress(ScorerPress):
     by e^-7 and e^7. With `attention`, two steps of projected gradient descent follow the clamped least squares. `queries` are
     those of a second reading of the prompt after it (`repeat`), or those of the prompt, rotated to the next positions
     (`prefill`). `tokens` is the largest number of queries per query head, spread evenly. Use ten times as many queries, over
-    all heads of a GQA group, as pairs stay. `ridge` is that of `RefitPress`; with 0, directions that the queries do not determine
-    are left unchanged, and those that they hardly determine may grow: at `0.75` on SmolLM2, KL is 10.7, with `ridge=1` 0.83. With a codec, b and W are fitted to the decoded keys, as in `RefitPress`.
+    all heads of a GQA group, as pairs stay. `ridge` is that of `RefitPress`; with 0, directions that the queries do not
+    determine are left unchanged, and those that they hardly determine may grow: at `0.75` on SmolLM2, KL is 10.7, with
+    `ridge=1` 0.83. With a codec, b and W are fitted to the decoded keys, as in `RefitPress`.
 
     Paper: Zweiger et al., Fast KV Compaction via Attention Matching, 2026, arXiv:2602.16284; written from notes on the
     authors' code, without the text of the paper.
