@@ -13,11 +13,10 @@
     python -m benchmarks.recall_table half.json --by-size
 
 `half` keeps half of the pairs where a press has a ratio, and its own default size otherwise; `evictors` are those of its
-presses that have one. Presses are measured in groups
-that share the reading of a context. A group that fails is measured press by press, and the record names the presses that
-failed with the reason. Rows are stored in `FILE.rows`, so that the same command continues a run that was stopped, and
-`--finished` writes the record of what is there. `--take` copies the rows of the same questions from earlier records. With
-`--press-seconds`, a press that takes longer is named among those that failed.
+presses that have one. Presses are measured in groups that share the reading of a context. A group that fails is measured
+press by press, and the record names the presses that failed with the reason. Rows are stored in `FILE.rows`, so that the same
+command continues a run that was stopped, and `--finished` writes the record of what is there. `--take` copies the rows of the
+same questions from earlier records. With `--press-seconds`, a press that takes longer is named among those that failed.
 """
 
 from __future__ import annotations
@@ -149,7 +148,8 @@ SPARSE_PREFILL = (
     "critiprefill:budget=512,segment=128,dense=512",
     "zipvl",
 )
-SIZES = ("frontier:smaller=5", "frontier:smaller=10", "frontier:smaller=20", "budgeted(compactor):smaller=10")
+FRONTIER = tuple(f"frontier:smaller={factor}" for factor in (5, 10, 20, 50))
+SIZES = (*FRONTIER[:3], "budgeted(compactor):smaller=10")
 RECOMMENDED = (
     "kvzip:0.5",
     "frontier:smaller=10",
@@ -200,14 +200,11 @@ STUDIES: dict[str, tuple[str, ...]] = {
     "half": (*CODECS, *EVICTORS, *SELECTORS, *SPARSE_PREFILL, *REREADERS, *SIZES),
     "evictors": tuple(press for press in (*EVICTORS, *REREADERS) if HALF in press),
     "recommended": RECOMMENDED,
-    "sizes": tuple(f"frontier:smaller={factor}" for factor in (5, 10, 20, 50)),
+    "sizes": FRONTIER,
     "fitted": FITTED,
     "calibrated": CALIBRATED,
     "unseen": (
-        "frontier:smaller=5",
-        "frontier:smaller=10",
-        "frontier:smaller=20",
-        "frontier:smaller=50",
+        *FRONTIER,
         "kivi:bits=4",
         "rotated:bits=3",
         "kvzip:0.5",

@@ -89,3 +89,25 @@ def test_observers_and_scorers_compute_without_autocast(monkeypatch: pytest.Monk
     generated(tiny_model("llama"), "knorm:0.5", autocast=True)
     assert found
     assert not any(found)
+
+
+@pytest.mark.parametrize(
+    "spec", ["adakv(snapkv:0.5,window_size=8)", "kivi:bits=4,residual_length=32", "frontier:smaller=4"]
+)
+def test_a_padded_batch_and_a_later_turn_are_held_as_by_a_model_in_16_bits(spec: str) -> None:
+    model = tiny_model("llama")
+    ids = torch.randint(1, 90, (2, 160), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, :30] = 0
+    caches = []
+    for reader, autocast in ((copy.deepcopy(model).bfloat16(), False), (model, True)):
+        press = kvpress.get_press(spec)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast), press(reader):
+            cache = reader(ids[:, :120], attention_mask=mask[:, :120], use_cache=True).past_key_values
+            logits = reader(ids[:, 120:], attention_mask=mask, past_key_values=cache).logits
+        assert logits.isfinite().all()
+        caches.append(cache)
+    # Rounding of hidden states may move pairs between heads and layers that compete, and changes their number in none.
+    totals = [sum(sum(layer.store.stored()) for layer in cache.layers) for cache in caches]
+    assert totals[0] == totals[1]
+    assert {layer.store.dtype for layer in caches[1].layers} == {torch.bfloat16}

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvpress import kernels
 from kvpress.cache.attention import group_queries
+from kvpress.cache.segment_attention import options_of
 from kvpress.cache.streams import StoredPairs
 from kvpress.core.checks import Count, Size
 from kvpress.core.model import ModelFacts
@@ -128,7 +129,7 @@ class _Received:
             kernels.Rows(kernels.Dense(keys), kernels.Dense(values)),
             kernels.Ranges(count.cumsum(0) - count, count, longest=max(lengths)),
         )
-        options = kernels.Options(call.logits.scale, call.logits.softcap, causal=new)
+        options = options_of(call.logits, new)
         queries = group_queries(call.queries, store.heads).unflatten(1, (-1, new))
         real = (
             (torch.arange(new) < self.lengths[:, None])

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvpress import kernels
 from kvpress.cache.attention import group_queries
+from kvpress.cache.segment_attention import options_of
 from kvpress.cache.streams import StoredPairs, StreamPairs, ranges, split_parts, spread_sinks
 from kvpress.core.scoring import ByScore, Scorer
 from kvpress.observe.call import LayerCall
@@ -239,7 +240,7 @@ class RepetitionScores:
         queries = split_parts(queries, parts, new)
         lse = None if lse is None else split_parts(lse, parts, new)
         rows, where = pairs.rows(), pairs.where
-        options = kernels.Options(call.logits.scale, call.logits.softcap, causal=new)
+        options = options_of(call.logits, new)
         sinks = None if call.sinks is None else split_parts(spread_sinks(call.sinks, call.queries, streams), parts, new)
         weight = spread(real.flatten(1).to(queries.device, torch.float32))
         if lse is None:  # the operator computes it

@@ -37,8 +37,11 @@ class BlockSelector(Selector):
     """
 
     budget: Budget
-    name: str
-    """Name under which a layer stores the index."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Name under which a layer stores the index."""
 
     @abstractmethod
     def build(self, segments: Sequence[Segment], previous: Any) -> BlockIndex:

@@ -117,7 +117,10 @@ class InfLLMv2Selector(BlockSelector):
         self.budget, self.unit, self.kernel, self.stride = budget, block, kernel, stride
         self.sealing = DenseCodec(group=block, residual=RESIDUAL)
         self.score_bytes = 32 + 16 * block // stride * 4
-        self.name = f"means {kernel} {stride}"
+
+    @property
+    def name(self) -> str:
+        return f"means {self.kernel} {self.stride}"
 
     def index_bytes(self, pairs: int, dim: int, dtype: torch.dtype) -> float:
         return max(0, (pairs - self.kernel) // self.stride + 1) * dim * dtype.itemsize

@@ -16,7 +16,7 @@ from kvpress import kernels
 from kvpress.cache.attention import Logits, Partial, attend
 from kvpress.cache.codec import DenseCodec, Sealing
 from kvpress.cache.segment import DenseSegment, Segment
-from kvpress.cache.segment_attention import DenseBlock
+from kvpress.cache.segment_attention import DenseBlock, options_of
 from kvpress.cache.selection import Chosen
 from kvpress.cache.storage import per_pair
 from kvpress.cache.store import KVStore
@@ -103,9 +103,7 @@ class Fetched:
             keys, values = self.keys.flatten(0, 1), self.values.flatten(0, 1)
             weight = None if self.log_weight is None else self.log_weight.flatten()
             rows = kernels.Rows(kernels.Dense(keys), kernels.Dense(values), log_weight=weight)
-            return kernels.decode(
-                queries, rows, kernels.Ranges(starts, counts), kernels.Options(logits.scale, logits.softcap)
-            )
+            return kernels.decode(queries, rows, kernels.Ranges(starts, counts), options_of(logits))
         visible = torch.arange(width, device=counts.device) < counts[:, None]
         return attend(queries, self.keys, self.values, logits, visible[:, None], self.log_weight)
 

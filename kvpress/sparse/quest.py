@@ -152,7 +152,10 @@ class QuestSelector(BlockSelector):
     def __init__(self, budget: Budget, page_size: int) -> None:
         self.budget, self.unit = budget, page_size
         self.sealing = DenseCodec(group=4 * page_size, residual=page_size)
-        self.name = f"pages{page_size}"
+
+    @property
+    def name(self) -> str:
+        return f"pages{self.unit}"
 
     def index_bytes(self, pairs: int, dim: int, dtype: torch.dtype) -> float:
         return -(-pairs // self.unit) * 2 * dim * dtype.itemsize

@@ -112,10 +112,8 @@ class PressLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if (
-            key_states.dtype != value_states.dtype
-        ):  # under autocast, which leaves keys in float32 after their rotary embedding
-            dtype = min(key_states.dtype, value_states.dtype, key=lambda dtype: dtype.itemsize)
+        if key_states.dtype != value_states.dtype:  # autocast leaves keys in float32 after their rotary embedding
+            dtype = narrower(key_states.dtype, value_states.dtype)
             key_states, value_states = key_states.to(dtype), value_states.to(dtype)
         if self.merged_heads == 1:
             return self._update(key_states, value_states)
@@ -410,6 +408,11 @@ class HybridPressLayer(LinearAttentionLayer, PressLayer):
     def prefetch(self) -> None:
         LinearAttentionLayer.prefetch(self)
         PressLayer.prefetch(self)
+
+
+def narrower(first: torch.dtype, second: torch.dtype) -> torch.dtype:
+    """Return the dtype of fewer bytes, the first of two of the same size."""
+    return first if first.itemsize <= second.itemsize else second
 
 
 def stop_recording(layers: Iterable[Any]) -> None:

@@ -31,7 +31,7 @@ from kvpress.hf.attention import self_caching
 from kvpress.hf.attention.native import NAME
 from kvpress.hf.attention.queries import intercept, rotates
 from kvpress.hf.cache.adoption import adopt_layer, check_adopted
-from kvpress.hf.cache.layer import PressLayer, hold_window_alone
+from kvpress.hf.cache.layer import PressLayer, hold_window_alone, narrower
 from kvpress.hf.generation.capture import Recorder
 from kvpress.hf.generation.replay import CapturedForward, check_capture, graph_recorder
 from kvpress.hf.models import attention_modules, cache_among, cache_place, cached_layers, decoder_of, facts_of
@@ -145,7 +145,7 @@ class Session(BaseSession):
             return
         facts = facts_of(self.model, self.modules)
         if (autocast := autocast_of(self.decoder)) is not None:
-            facts = replace(facts, dtype=min(facts.dtype, autocast[1], key=lambda dtype: dtype.itemsize))
+            facts = replace(facts, dtype=narrower(facts.dtype, autocast[1]))
         if self.tokenizer is not None:
             facts = replace(facts, tokenizer=lambda: self.tokenizer)
         self.positions = facts.positions
