@@ -28,6 +28,7 @@ from transformers.modeling_utils import PreTrainedModel
 from kvpress.core.model import LayerFacts, ModelFacts
 from kvpress.hf.config import build_facts, config_layers, load_config
 from kvpress.hf.head_mixing import reads_values_alone
+from kvpress.hf.linear import speed_up
 from kvpress.hf.model_files import folder_of
 from kvpress.hf.shards import shards_of
 from kvpress.hf.weights import digest_of_weights
@@ -295,7 +296,9 @@ def load(path: str, **kwargs: Any) -> tuple[PreTrainedModel, Any]:
     tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return model_class.from_pretrained(path, **kwargs).eval(), tokenizer
+    model = model_class.from_pretrained(path, **kwargs).eval()
+    speed_up(model)
+    return model, tokenizer
 
 
 def parameters_of_config(config: PreTrainedConfig) -> int:

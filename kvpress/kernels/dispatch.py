@@ -93,6 +93,11 @@ def decode_parts(
     Returns:
         Outputs, float32 [N, M, Dv], and log-sum-exp of the logits, float32 [N, M].
     """
+    plan = None if others else attention_cpu.plan_of(q, parts, options)
+    if plan is not None and launch.available(q):
+        for part in parts:
+            count(part.kernel)
+        return plan.run(q, parts)
     attention.check(q, parts, options)
     if others:
         attention.check_parts(others)
@@ -108,7 +113,7 @@ def decode_parts(
     storage = parts[0].rows.keys.storage
     if launch.available(storage):
         for part in parts:
-            count(_name(part))
+            count(part.kernel)
         out, lse = attention_cpu.decode_parts(q, parts, options, others, added=added)
         return attention.with_sinks(out, lse, options.sinks)
 
@@ -124,16 +129,12 @@ def decode_parts(
         from kvpress.kernels.attention import triton as attention_triton
 
         for part in joint:
-            count(_name(part))
+            count(part.kernel)
         launches = [attention_triton.launch(q, part.rows, part.where, options_of(part)) for part in joint]
         out, lse = attention_triton.merge_partials(q, [*attention_triton.as_partials(results), *launches])
     else:
         out, lse = results[0] if len(results) == 1 else merge(results)
     return attention.with_sinks(out, lse, options.sinks)
-
-
-def _name(part: Part) -> str:
-    return f"{part.rows.keys.name}_{'select' if isinstance(part.where, Listed) else 'decode'}"
 
 
 def _streams_at_once(q: Tensor, parts: Sequence[Part]) -> int:
@@ -159,7 +160,7 @@ def _products(q: Tensor, part: Part) -> Products | None:
 def _attend_on_gpu(q: Tensor, part: Part, options: Options, added: Products | None) -> tuple[Tensor, Tensor]:
     from kvpress.kernels.attention import triton as attention_triton
 
-    count(_name(part))
+    count(part.kernel)
     return attention_triton.attend(q, part.rows, part.where, options, added)
 
 

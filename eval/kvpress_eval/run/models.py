@@ -14,6 +14,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvpress.hf.config import facts_of_config, load_config
+from kvpress.hf.linear import speed_up
 from kvpress.hf.model_files import folder_of, reference_path
 from kvpress.hf.model_kwargs import apply_model_kwargs
 from kvpress.hf.models import device_named, parameters_of_config
@@ -24,7 +25,6 @@ from kvpress.observe.shards import Shards
 from kvpress.plan import Geometry
 from kvpress_eval.common.errors import ConfigError, DataError
 from kvpress_eval.config.schema import REFERENCE, RunConfig
-from kvpress_eval.run.linear import speed_up
 
 _WEIGHTS = ("model", "pytorch_model", "adapter_model")
 """Prefixes of the weight files of a model; calibration files in the same folder have other names."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import struct
+import weakref
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -66,32 +67,88 @@ def decode_parts(
     Raises:
         ValueError: a stream refers to rows, groups, corrections or positions that are not stored.
     """
-    streams, queries, _ = q.shape
-    channels = parts[0].value_channels
-    out = torch.empty(streams, queries, channels, dtype=torch.float32)
-    lse = torch.empty(streams, queries, dtype=torch.float32)
-    exact = q.dtype == torch.float32
-    read = q if exact and q.is_contiguous() else q.to(torch.float32).contiguous()
-    settings = options.causal, q.dtype == torch.bfloat16, exact, torch.get_num_threads()
-    request = read, out, lse, streams, queries, *settings, float(options.scale), float(options.softcap or 0)
-    products = added or [None] * len(parts)
-    if len(parts) == 1 and not others and not parts[0].rows.has_basis:
-        (part,), (offset,) = parts, products
-        fields = NO_PRODUCTS if offset is None else offset.fields()
-        entry = _ENTRIES[part.rows.keys.name]
-        if level is None:
-            failure = launch.call(*entry, _packed(request, fields) + part.structure)
+    return Plan(q, parts, options, others, level, added).run(q, parts)
+
+
+class Plan:
+    """Packed arguments of `decode_parts` but for queries and results: it runs for all queries of one shape and dtype.
+
+    It refers to parts weakly, so that the last part can cache it, see `plan_of`.
+    """
+
+    def __init__(
+        self,
+        q: Tensor,
+        parts: Sequence[Part],
+        options: Options,
+        others: Sequence[Result] = (),
+        level: str | None = None,
+        added: Sequence[Products | None] = (),
+    ) -> None:
+        """Pack the arguments of `decode_parts`; the plan is cached by the last part if all parts cache their structs."""
+        streams, queries, _ = q.shape
+        channels = parts[0].value_channels
+        products = added or [None] * len(parts)
+        self._shape, self._dtype, self._options = q.shape, q.dtype, options
+        self._earlier = [weakref.ref(part) for part in parts[:-1]]
+        self._out = streams, queries, channels
+        self._exact = q.dtype == torch.float32
+        self._settings = streams, queries, options.causal, q.dtype == torch.bfloat16, self._exact
+        self._logits = float(options.scale), float(options.softcap or 0)
+        self._level = level
+        self._stored: Part | None = None
+        """Part whose fields an entry point of a given level gets one by one."""
+        lasts = not others and not added and level is None and options.sinks is None
+        if len(parts) == 1 and not others and not parts[0].rows.has_basis:
+            (part,), (offset,) = parts, products
+            self._entry = _ENTRIES[part.rows.keys.name]
+            self._added = NO_PRODUCTS if offset is None else offset.fields()
+            self._rest = (_NO_PRODUCTS if offset is None else packed(self._added)) + part.structure
+            self._stored = part if level is not None else None
         else:
-            failure = launch.run(*entry, *request, *fields, *part.fields, stored=part.rows, level=level)
-    else:
-        pieces, several = _pieces(others), [_part_structure(*each, level) for each in zip(parts, products, strict=True)]
-        merging = packed((channels, len(others), len(parts), *pieces))
-        structures = b"".join([structure for structure, _ in several])
-        failure = launch.call(*_PARTS, _packed(request, NO_PRODUCTS) + merging + structures, level)
-    if failure >= 0:
-        index, stream = divmod(failure, streams)
-        _refuse(stream, parts[index])
-    return out, lse
+            pieces = _pieces(others)
+            several = [_part_structure(*each, level) for each in zip(parts, products, strict=True)]
+            merging = packed((channels, len(others), len(parts), *pieces))
+            self._entry, self._added = _PARTS, NO_PRODUCTS
+            self._rest = _NO_PRODUCTS + merging + b"".join([structure for structure, _ in several])
+            self._kept = pieces, several
+            lasts = lasts and all(kept is None for _, kept in several)
+        if lasts:
+            vars(parts[-1])["_plan"] = self
+
+    def fits(self, q: Tensor, parts: Sequence[Part], options: Options) -> bool:
+        """Whether the plan was made for such queries, these options and parts, of which the last caches it."""
+        return (
+            options is self._options
+            and q.shape == self._shape
+            and q.dtype == self._dtype
+            and q.is_cpu
+            and len(parts) == len(self._earlier) + 1
+            and all([planned() is part for planned, part in zip(self._earlier, parts, strict=False)])
+        )
+
+    def run(self, q: Tensor, parts: Sequence[Part]) -> Result:
+        """Attend from `q [N, M, D]` to the parts of the plan; result and errors as in `decode_parts`."""
+        out = torch.empty(*self._out, dtype=torch.float32)
+        lse = torch.empty(*self._out[:2], dtype=torch.float32)
+        read = q if self._exact and q.is_contiguous() else q.to(torch.float32).contiguous()
+        settings = *self._settings, torch.get_num_threads(), *self._logits
+        if self._stored is None:
+            request = _REQUEST.pack(read.data_ptr(), out.data_ptr(), lse.data_ptr(), *settings)
+            failure = launch.call(*self._entry, request + self._rest, self._level)
+        else:
+            fields = read, out, lse, *settings, *self._added, *self._stored.fields
+            failure = launch.run(*self._entry, *fields, stored=self._stored.rows, level=self._level)
+        if failure >= 0:
+            index, stream = divmod(failure, self._out[0])
+            _refuse(stream, parts[index])
+        return out, lse
+
+
+def plan_of(q: Tensor, parts: Sequence[Part], options: Options) -> Plan | None:
+    """Return the plan that the last part caches if it fits the arguments, which then need no check; else None."""
+    plan: Plan | None = vars(parts[-1]).get("_plan") if parts else None
+    return plan if plan is not None and plan.fits(q, parts, options) else None
 
 
 def _refuse(stream: int, part: Part) -> None:
@@ -101,27 +158,21 @@ def _refuse(stream: int, part: Part) -> None:
     raise ValueError(f"stream {stream} refers to rows outside the {rows.count} stored ones, or to {causes}")
 
 
-def _packed(request: tuple[Field, ...], added: tuple[Field, ...]) -> bytes:
-    """Pack the fields of ``Asked`` in cpu/problem.h; faster than `packed`, since their types are known."""
-    q, out, lse, *numbers = request
-    structure = _REQUEST.pack(q.data_ptr(), out.data_ptr(), lse.data_ptr(), *numbers)  # type: ignore[union-attr]
-    return structure + (_NO_PRODUCTS if added is NO_PRODUCTS else packed(added))
-
-
 def _part_structure(part: Part, products: Products | None, level: str | None) -> tuple[bytes, object]:
     """Return ``Parts::Part`` of cpu/parts.h and the fields of the entry point of a part, and what keeps its tensors alive.
 
-    Cached by the part where its rows have no offset and cache their bases.
+    Cached by the part, which then keeps the tensors alive, where its rows have no offset and cache their bases.
     """
-    cached: tuple[bytes, object] | None = vars(part).get("_part_structure")
+    cached: bytes | None = vars(part).get("_part_structure")
     if cached is not None and products is None and level is None:
-        return cached
+        return cached, None
     entry = launch.address(*_ENTRIES[part.rows.keys.name], level=level)
     bases, fields = part.rows.bases()
     added = NO_PRODUCTS if products is None else products.fields()
     structure = part.structure_of(entry, added, bases)
     if products is None and level is None and part.rows.caches_bases:
-        vars(part)["_part_structure"] = structure, None
+        vars(part)["_part_structure"] = structure
+        return structure, None
     return structure, (added, fields)
 
 

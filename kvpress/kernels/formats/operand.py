@@ -310,6 +310,11 @@ class Part(Caching):
         return self.rows.values.channels if basis is None else basis.outer(self.rows.values.channels)
 
     @cached_property
+    def kernel(self) -> str:
+        """Name of the kernel that reads the part."""
+        return f"{self.rows.keys.name}_{'select' if isinstance(self.where, Listed) else 'decode'}"
+
+    @cached_property
     def fields(self) -> tuple[Field, ...]:
         """Last fields of ``Attention`` in cpu/problem.h: the rows of each stream."""
         starts = listed = None

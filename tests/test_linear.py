@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
-from kvpress_eval.run import linear
 from torch import nn
+
+import kvpress
+from kvpress.hf import linear
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -35,3 +40,17 @@ def test_other_layers_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(linear, "has_bfloat16", lambda answer=has_bfloat16: answer)
         linear.speed_up(layer)
         assert "forward" not in vars(layer)
+
+
+def test_copies_of_a_loaded_model_compute_with_their_own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "has_bfloat16", lambda: False)
+    model, _ = kvpress.load_model("reference")
+    layer = model.model.layers[0].self_attn.q_proj
+    inputs = torch.ones(1, linear.ROWS, layer.in_features, dtype=layer.weight.dtype)
+    expected = layer(inputs)
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):  # noqa: S301 - ours
+        assert "forward" in vars(twin)
+        with torch.no_grad():
+            twin.weight.zero_()
+        assert not twin(inputs).any()
+        assert torch.equal(layer(inputs), expected)
