@@ -28,6 +28,8 @@ from kvpress.hf.session.checks import wants_weights
 from kvpress.observe.call import Cells, LayerCall, NewTokens
 from kvpress.observe.passes import Nearby, Watch
 
+_UNCHANGED: AbstractContextManager[None] = nullcontext()
+
 reading: dict[int, Forward] = {}
 """Running passes by the id of the cache that they read."""
 
@@ -153,7 +155,7 @@ class Forward:
         Presses compute without it: it would round their float32 statistics, and joins no tensors of different 16-bit dtypes.
         """
         if self.autocast is None:
-            return nullcontext()
+            return _UNCHANGED
         device, dtype = self.autocast
         return torch.autocast(device, dtype, enabled=enabled)
 

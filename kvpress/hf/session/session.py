@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -339,7 +339,9 @@ class Session(BaseSession):
         if any(not observation.by_token for observation in watched):
             call.keep_store(call.tokens.seen_before)
         wanted = (*watched, *self._aids(call))
-        with torch.no_grad() if wanted else nullcontext():
+        if not wanted:
+            return
+        with torch.no_grad():
             for observation in wanted:
                 if observation not in call.store.observers:
                     call.store.observers[observation] = observation.make()

@@ -89,6 +89,7 @@ class Plan:
         streams, queries, _ = q.shape
         channels = parts[0].value_channels
         products = added or [None] * len(parts)
+        has_offset = any([offset is not None for offset in products])
         self._shape, self._dtype, self._options = q.shape, q.dtype, options
         self._earlier = [weakref.ref(part) for part in parts[:-1]]
         self._out = streams, queries, channels
@@ -98,7 +99,7 @@ class Plan:
         self._level = level
         self._stored: Part | None = None
         """Part whose fields an entry point of a given level gets one by one."""
-        lasts = not others and not added and level is None and options.sinks is None
+        lasts = not others and not has_offset and level is None and options.sinks is None
         if len(parts) == 1 and not others and not parts[0].rows.has_basis:
             (part,), (offset,) = parts, products
             self._entry = _ENTRIES[part.rows.keys.name]

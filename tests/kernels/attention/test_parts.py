@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -146,3 +148,71 @@ def test_a_copy_reads_its_own_rows() -> None:
         tensor.zero_()
     assert all(map(torch.equal, decode_parts(q, [twin, twin], options), before))
     assert decode_parts(q, [dense_part, dense_part], options)[0].count_nonzero() == 0
+
+
+@needs_compiler
+@pytest.mark.parametrize("names", [("dense",), ("packed", "dense"), ("coded", "packed", "dense")])
+def test_a_later_step_packs_nothing_and_sees_what_changed(
+    names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, options = [part(name, [40, 0, 7]) for name in names], Options(0.2)
+    decode_parts(torch.randn(3, 4, DIM), parts, options)
+
+    def refuse(*args: object) -> None:
+        raise AssertionError("a planned step checks and packs nothing")
+
+    q = torch.randn(3, 4, DIM)
+    expected, expected_lse = one_by_one(q, parts, options)
+    parts[-1].where.lengths[1] = 5  # a window that grows in place
+    parts[-1].rows.values.storage[0] += 1.0
+    grown, grown_lse = one_by_one(q, parts, options)
+    reset_counters()
+    with monkeypatch.context() as patch:
+        patch.setattr("kvpress.kernels.attention.contract.check", refuse)
+        patch.setattr(cpu, "packed", refuse)
+        out, lse = decode_parts(q, parts, options)
+    assert counters()[f"{names[-1]}_decode"] == 1
+    assert relative_error(out, grown) < 1e-5
+    assert_same_lse(lse, grown_lse, 1e-5)
+    assert not torch.allclose(out, expected)
+    assert not torch.allclose(lse, expected_lse)
+
+
+@needs_compiler
+def test_another_step_gets_a_plan_of_its_own() -> None:
+    first, second, window = (part(name, [6, 9, 7]) for name in ("packed", "coded", "dense"))
+    options = Options(0.2)
+    decode_parts(torch.randn(3, 4, DIM), [first, window], options)
+    q = torch.randn(3, 4, DIM)
+    steps = [
+        (q, [second, window], options),
+        (q, [window], options),
+        (q, [first, second, window], options),
+        (q, [first, window], Options(0.3)),
+        (q, [first, window], Options(0.2, causal=2)),
+        (q, [first, window], Options(0.2, softcap=3.0)),
+        (q[:, :2], [first, window], options),
+        (q.bfloat16(), [first, window], options),
+    ]
+    for queries, parts, settings in steps:
+        out, lse = decode_parts(queries, parts, settings)
+        expected, expected_lse = one_by_one(queries, parts, settings)
+        assert relative_error(out, expected) < 1e-3
+        assert_same_lse(lse, expected_lse, 1e-2)
+    with pytest.raises(ValueError, match="keys"):
+        decode_parts(q[..., :32], [first, window], options)
+
+
+@needs_compiler
+def test_a_plan_keeps_no_part_alive() -> None:
+    gc.disable()
+    try:
+        sealed, window = part("packed", [6, 9, 7]), part("dense", [4, 4, 4])
+        decode_parts(torch.randn(3, 4, DIM), [sealed, window], Options(0.2))
+        watched = [weakref.ref(x) for x in (sealed, window)]
+        del sealed
+        assert watched[0]() is None
+        del window
+        assert watched[1]() is None
+    finally:
+        gc.enable()
