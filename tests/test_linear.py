@@ -16,8 +16,10 @@ from kvpress.hf import linear
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 40])
-def test_numbers_are_those_of_the_layer(bias: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("block", [96 * 64, 96 * 25, 1])
+def test_numbers_are_those_of_the_layer(bias: bool, rows: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "has_bfloat16", lambda: False)
+    monkeypatch.setattr(linear, "BLOCK", block)
     torch.manual_seed(0)
     layer, inputs = nn.Linear(96, 64, bias=bias).bfloat16(), torch.randn(2, rows, 96).bfloat16()
     expected = layer(inputs)

@@ -11,16 +11,18 @@ from torch.nn import functional
 
 from kvpress.cache.matmul import has_bfloat16
 
-ROWS = 8
+ROWS = 3
 """Fewest rows that are multiplied in float32: the weights are converted at every call."""
+BLOCK = 2**20
+"""Most weights that are converted at a time: a float32 copy of a large layer would be slow to allocate."""
 
 
 def speed_up(model: nn.Module) -> None:
-    """Make linear layers of a bfloat16 model on such a CPU multiply in float32, which is about 6 times faster on AVX2.
+    """Make linear layers of a bfloat16 model on such a CPU multiply in float32.
 
-    The products are rounded to bfloat16 afterwards, as the slow ones are: they too are summed in float32. Passes of fewer than
-    8 rows, such as decode steps, stay as they are. Models on other devices and in other dtypes are left alone. Copies of the
-    model multiply in float32, too.
+    On AVX2, 64 rows are then 6 times as fast, 8 rows twice. The products are rounded to bfloat16 afterwards, as the slow ones are: they too are summed in float32. Passes of fewer than
+    3 rows, such as decode steps of one row, stay as they are. Models on other devices and in other dtypes are left alone.
+    Copies of the model multiply in float32, too.
     """
     if has_bfloat16():
         return
@@ -30,7 +32,13 @@ def speed_up(model: nn.Module) -> None:
 
 
 def _forward(layer: nn.Linear, inputs: Tensor) -> Tensor:
-    if inputs.numel() // inputs.shape[-1] < ROWS:
+    if inputs.numel() // inputs.shape[-1] < ROWS or inputs.dtype != torch.bfloat16:
         return functional.linear(inputs, layer.weight, layer.bias)
-    bias = None if layer.bias is None else layer.bias.float()
-    return functional.linear(inputs.float(), layer.weight.float(), bias).to(inputs.dtype)
+    exact, step = inputs.float(), max(1, BLOCK // layer.in_features)
+    blocks = [
+        functional.linear(
+            exact, weight.float(), None if layer.bias is None else layer.bias[start : start + step].float()
+        ).to(inputs.dtype)
+        for start, weight in zip(range(0, layer.out_features, step), layer.weight.split(step), strict=True)
+    ]
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=-1)
