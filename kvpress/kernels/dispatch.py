@@ -93,11 +93,11 @@ def decode_parts(
     Returns:
         Outputs, float32 [N, M, Dv], and log-sum-exp of the logits, float32 [N, M].
     """
-    plan = None if others else attention_cpu.plan_of(q, parts, options)
-    if plan is not None and launch.available(q):
+    call = None if others else attention_cpu.cached_call(q, parts, options)
+    if call is not None and launch.available(q):
         for part in parts:
             count(part.kernel)
-        return plan.run(q, parts)
+        return call.run(q, parts)
     attention.check(q, parts, options)
     if others:
         attention.check_parts(others)

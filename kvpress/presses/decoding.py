@@ -42,11 +42,11 @@ def check_scores_generated(press: Wrapping, step: Eviction) -> None:
 class DecodingPress(Wrapping):
     """Cut the cache down to `target_size` pairs per head every `compression_interval` generated tokens.
 
-    `base_press` is any scorer, also one with head budgets; its own ratio or budget has no effect. `target_size` is the
-    number of pairs that a head keeps after an eviction, and `compression_interval` is the number of generated tokens
+    `base_press` is any scorer, also one with head budgets; its own ratio, budget and interval have no effect. `target_size`
+    is the number of pairs that a head keeps after an eviction, and `compression_interval` is the number of generated tokens
     between two evictions. `target_ratio` sets the target as a compression ratio of the tokens seen instead: 0.75 removes
-    three quarters. The prompt is not compressed: see `PrefillDecodingPress`. A later turn counts as one token, and rows are cut
-    at once where it alone is as long as their target. A press that reads hidden states gets the newest
+    three quarters. The prompt is not compressed: see `PrefillDecodingPress`. A later turn counts as one token, and rows are
+    cut at once where it alone is as long as their target. A press that reads hidden states gets the newest
     `hidden_states_buffer_size` of them.
 
     Paper: none; a schedule.

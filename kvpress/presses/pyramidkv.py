@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,7 +32,7 @@ class PyramidKVPress(SnapKVPress):
     With m pairs on average, the last layer keeps m / `beta`, and the first layer 2 m - m / `beta`: a larger `beta` makes
     the slope steeper. The first layer evicts at least as many pairs as the window w has: where 2 m - m / beta is more than
     n - w of a prompt of n tokens, the first layer keeps n - w, and the last layer 2 m - (n - w). Where the last layer would
-    keep less than the window, all layers keep m.
+    keep less than the window, all layers keep m as with SnapKV, with a RuntimeWarning.
 
     Paper: Cai et al., PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling, 2024,
     arXiv:2406.02069.
@@ -67,17 +68,32 @@ class Pyramid(Allocator):
     def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
         # Pairs that are always kept, such as protected ones, are left out of every layer's budget.
         lengths = [(item.view.call, item.view.available - item.view.target + mean) for item in scored]
+        if any(
+            mean < length and call.layer.depths > 1 and self._slope(mean, length) is None for call, length in lengths
+        ):
+            warnings.warn(
+                f"pyramidkv keeps as many pairs in every layer as snapkv does: with beta={self.beta} the last layer would keep "
+                f"fewer than its window of {self.window_size}; lower beta or window_size, or keep more pairs",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         return [self.of_layer(call.layer.depth, call.layer.depths, mean, length) for call, length in lengths]
 
     def of_layer(self, depth: int, depths: int, mean: int, length: int) -> int:
         """Return how many of `length` pairs the layer at `depth` of `depths` keeps, where layers keep `mean` on average."""
+        slope = None if depths < 2 or mean >= length else self._slope(mean, length)
+        if slope is None:
+            return mean
+        first, last = slope
+        step = (first - last) / (depths - 1)
+        return round(first - depth * step)
+
+    def _slope(self, mean: int, length: int) -> tuple[float, float] | None:
+        """Return the pairs of the first and the last layer, of `length`; None where all layers keep `mean`."""
         by_ratio = self.amount.budget is None and self.amount.of(length) == mean
         exact = length * (1 - self.amount.ratio) if by_ratio else float(mean)
         last, first = exact / self.beta, 2 * exact - exact / self.beta
         if first >= length - self.window_size:
             first = length - self.window_size
             last = 2 * exact - first
-        if depths < 2 or mean >= length or not first >= last >= self.window_size:
-            return mean
-        step = (first - last) / (depths - 1)
-        return round(first - depth * step)
+        return (first, last) if first >= last >= self.window_size else None

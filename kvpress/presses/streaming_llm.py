@@ -16,6 +16,9 @@ from kvpress.core.registry import Exemption, Refusal, register
 from kvpress.core.rerotation import closing_gaps
 from kvpress.observe.view import View
 
+_FAR = 2.0**32
+"""More tokens than any text has."""
+
 
 @register(
     "streaming_llm",
@@ -58,9 +61,9 @@ class StreamingLLMPress(ScorerPress):
         return self.n_sink
 
     def scores(self, view: View) -> Tensor:
-        """Return the positions `[b, h, n]` of the pairs, infinite for the sinks."""
+        """Return the positions `[b, h, n]` of the pairs, and more than these for the sinks, of which the first is the best."""
         positions = view.positions.float()
-        return positions.masked_fill(positions < self.n_sink, torch.inf)
+        return torch.where(positions < self.n_sink, (self.n_sink - positions) * _FAR, positions)
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
         plain = super().recipe(model)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LagKV, CUR and CAPKV against loops over tokens."""
+"""LagKV, CUR and CAPKV against loops over tokens, and the sinks of StreamingLLM."""
 
 from __future__ import annotations
 
@@ -121,3 +121,10 @@ def test_cap_scores_by_the_capacity_of_values() -> None:
             expected += torch.stack([w * (v @ inverse @ v) for w, v in zip(weights, values, strict=True)]) / 2
         torch.testing.assert_close(scores[0, head, sinks:], expected.float(), atol=1e-5, rtol=1e-3)
         assert bool(scores[0, head, :sinks].isposinf().all())
+
+
+@pytest.mark.parametrize(("budget", "kept"), [(3, [0, 1, 2]), (4, [0, 1, 2, 3]), (6, [0, 1, 2, 3, 39, 40])])
+def test_streaming_llm_keeps_the_first_sinks_first(budget: int, kept: list[int]) -> None:
+    with kvpress.StreamingLLMPress(budget=budget)(tiny_model("llama")) as session:
+        session.model.generate(tokens(1, 41), max_new_tokens=1)
+    assert kvpress.kept_positions(session.cache)[0][0][0].tolist() == kept

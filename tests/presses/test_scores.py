@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -280,6 +281,19 @@ def test_pyramid_budgets_are_those_of_the_peer(tokens: int, ratio: float, window
     assert (budgets[0], budgets[-1]) == (first, last)
     assert budgets == sorted(budgets, reverse=True)
     assert abs(sum(budgets) / 32 - tokens * (1 - ratio)) < 0.5
+
+
+def test_a_pyramid_without_a_slope_is_announced() -> None:
+    model, ids = tiny_model("llama"), tokens(1, 120)
+    with pytest.warns(RuntimeWarning, match="beta=20 the last layer would keep fewer than its window of 8"):
+        flat = prefill(model, kvpress.PyramidKVPress(0.75, window_size=8), ids)
+    same = prefill(model, kvpress.SnapKVPress(0.75, window_size=8), ids)
+    for layers in zip(kvpress.kept_positions(flat), kvpress.kept_positions(same), strict=True):
+        assert all(map(torch.equal, *(layer[0] for layer in layers)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for spec in ("pyramidkv:0.75,window_size=8,beta=3", "pyramidkv:0.01,window_size=8", "pyramidkv:budget=200"):
+            prefill(model, kvpress.get_press(spec), ids)
 
 
 def test_adakv_spends_the_budget_exactly_and_guards_every_head() -> None:

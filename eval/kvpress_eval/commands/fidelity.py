@@ -28,7 +28,7 @@ def command(
     text: shared.RealText = None,
     press_seconds: shared.PressSeconds = None,
     out: shared.FigureFile = None,
-    seed: shared.Seed = 0,
+    seed: Annotated[int, typer.Option(help="Seed of generated texts, and of the order of documents.")] = 0,
     language: Annotated[str, typer.Option(help="Wording of the generated texts: auto, reference or english.")] = "auto",
     batch_size: shared.BatchSize = 4,
     dtype: shared.Dtype = "auto",

@@ -67,13 +67,13 @@ def decode_parts(
     Raises:
         ValueError: a stream refers to rows, groups, corrections or positions that are not stored.
     """
-    return Plan(q, parts, options, others, level, added).run(q, parts)
+    return DecodeCall(q, parts, options, others, level, added).run(q, parts)
 
 
-class Plan:
+class DecodeCall:
     """Packed arguments of `decode_parts` but for queries and results: it runs for all queries of one shape and dtype.
 
-    It refers to parts weakly, so that the last part can cache it, see `plan_of`.
+    It refers to parts weakly, so that the last part can cache it, see `cached_call`.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Plan:
         level: str | None = None,
         added: Sequence[Products | None] = (),
     ) -> None:
-        """Pack the arguments of `decode_parts`; the plan is cached by the last part if all parts cache their structs."""
+        """Pack the arguments of `decode_parts`; the object is cached by the last part if all parts cache their structs."""
         streams, queries, _ = q.shape
         channels = parts[0].value_channels
         products = added or [None] * len(parts)
@@ -115,21 +115,21 @@ class Plan:
             self._kept = pieces, several
             lasts = lasts and all(kept is None for _, kept in several)
         if lasts:
-            vars(parts[-1])["_plan"] = self
+            vars(parts[-1])["_call"] = self
 
     def fits(self, q: Tensor, parts: Sequence[Part], options: Options) -> bool:
-        """Whether the plan was made for such queries, these options and parts, of which the last caches it."""
+        """Whether the call was packed for such queries, these options and parts, of which the last caches it."""
         return (
             options is self._options
             and q.shape == self._shape
             and q.dtype == self._dtype
             and q.is_cpu
             and len(parts) == len(self._earlier) + 1
-            and all([planned() is part for planned, part in zip(self._earlier, parts, strict=False)])
+            and all([earlier() is part for earlier, part in zip(self._earlier, parts, strict=False)])
         )
 
     def run(self, q: Tensor, parts: Sequence[Part]) -> Result:
-        """Attend from `q [N, M, D]` to the parts of the plan; result and errors as in `decode_parts`."""
+        """Attend from `q [N, M, D]` to the packed parts; result and errors as in `decode_parts`."""
         out = torch.empty(*self._out, dtype=torch.float32)
         lse = torch.empty(*self._out[:2], dtype=torch.float32)
         read = q if self._exact and q.is_contiguous() else q.to(torch.float32).contiguous()
@@ -146,10 +146,10 @@ class Plan:
         return out, lse
 
 
-def plan_of(q: Tensor, parts: Sequence[Part], options: Options) -> Plan | None:
-    """Return the plan that the last part caches if it fits the arguments, which then need no check; else None."""
-    plan: Plan | None = vars(parts[-1]).get("_plan") if parts else None
-    return plan if plan is not None and plan.fits(q, parts, options) else None
+def cached_call(q: Tensor, parts: Sequence[Part], options: Options) -> DecodeCall | None:
+    """Return the packed call that the last part caches if it fits the arguments, which then need no check; else None."""
+    call: DecodeCall | None = vars(parts[-1]).get("_call") if parts else None
+    return call if call is not None and call.fits(q, parts, options) else None
 
 
 def _refuse(stream: int, part: Part) -> None:

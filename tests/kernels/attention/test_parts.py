@@ -159,7 +159,7 @@ def test_a_later_step_packs_nothing_and_sees_what_changed(
     decode_parts(torch.randn(3, 4, DIM), parts, options)
 
     def refuse(*args: object) -> None:
-        raise AssertionError("a planned step checks and packs nothing")
+        raise AssertionError("a repeated step checks and packs nothing")
 
     q = torch.randn(3, 4, DIM)
     expected, expected_lse = one_by_one(q, parts, options)
@@ -179,7 +179,7 @@ def test_a_later_step_packs_nothing_and_sees_what_changed(
 
 
 @needs_compiler
-def test_another_step_gets_a_plan_of_its_own() -> None:
+def test_another_step_is_packed_anew() -> None:
     first, second, window = (part(name, [6, 9, 7]) for name in ("packed", "coded", "dense"))
     options = Options(0.2)
     decode_parts(torch.randn(3, 4, DIM), [first, window], options)
@@ -204,7 +204,7 @@ def test_another_step_gets_a_plan_of_its_own() -> None:
 
 
 @needs_compiler
-def test_a_plan_keeps_no_part_alive() -> None:
+def test_a_packed_call_keeps_no_part_alive() -> None:
     gc.disable()
     try:
         sealed, window = part("packed", [6, 9, 7]), part("dense", [4, 4, 4])
