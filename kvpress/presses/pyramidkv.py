@@ -68,10 +68,8 @@ class Pyramid(Allocator):
     def counts(self, scored: Sequence[Scored], mean: int) -> list[int | Tensor]:
         # Pairs that are always kept, such as protected ones, are left out of every layer's budget.
         lengths = [(item.view.call, item.view.available - item.view.target + mean) for item in scored]
-        could_fall = [mean <= length - self.window_size and call.layer.depths > 1 for call, length in lengths]
-        if any(
-            falls and self._slope(mean, length) is None for falls, (_, length) in zip(could_fall, lengths, strict=True)
-        ):
+        sloped = [length for call, length in lengths if call.layer.depths > 1 and mean <= length - self.window_size]
+        if any(self._slope(mean, length) is None for length in sloped):
             warnings.warn(
                 f"pyramidkv keeps as many pairs in every layer as snapkv does: with beta={self.beta} the last layer would keep "
                 f"fewer than its window of {self.window_size}; lower beta or window_size, or keep more pairs",
