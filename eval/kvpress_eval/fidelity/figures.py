@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 import kvpress
 from kvpress.core.effect import left_whole
 from kvpress_eval.results.records import FIRST_TOKENS
+from kvpress_eval.results.stats import change_interval
 
 LAYER_FIGURES = ("output_error", "isolated_error", "attention_recall")
 
@@ -118,17 +120,26 @@ class Fidelity:
         )
 
     def row(self) -> dict[str, Any]:
-        """Return the figures as plain data; `kl_by_token` is the mean over texts."""
+        """Return the figures as plain data; `kl_by_token` is the mean over texts.
+
+        The interval of the change of perplexity is of pairs, with texts as samples; None for a single text.
+        """
         first, later = self.kl[:, :FIRST_TOKENS], self.kl[:, FIRST_TOKENS:]
+        longer = change_interval([(self.nll - self.full_nll).mean(dim=1).tolist()])
+        change, low, high = (math.expm1(nats) if math.isfinite(nats) else None for nats in astuple(longer))
         return {
             "press": self.press,
             "kl_mean": float(self.kl.mean()),
+            "kl_worst": float(self.kl.mean(dim=1).max()),
             "kl_first": float(first.mean()),
             "kl_later": float(later.mean()) if later.numel() else None,
             "kl_p99": float(self.kl.quantile(0.99)),
             "top1_agreement": float(self.agrees.float().mean()),
             "perplexity": float(self.nll.mean().exp()),
             "full_perplexity": float(self.full_nll.mean().exp()),
+            "perplexity_change": change,
+            "perplexity_change_low": low,
+            "perplexity_change_high": high,
             "prompt_bits_per_value": self.prompt_bits,
             "shared_bits_per_value": self.shared_bits,
             "end_bits_per_value": self.end_bits,

@@ -58,7 +58,7 @@ FIGURES = (
     Figure("KL\nmean", "kl_mean", 5),
     Figure(f"KL\nfirst\n{FIRST_TOKENS}", "kl_first", 4),
     Figure("KL\nlater", "kl_later", 4),
-    Figure("KL\n99%", "kl_p99", 4),
+    Figure("KL\nworst\ntext", "kl_worst", 4),
     Figure("same\ntop\ntoken %", "top1_agreement", 1, 100),
     Figure("perplexity", "perplexity", 3),
     Figure("bits/\nvalue\nprompt", "prompt_bits_per_value", 2),

@@ -50,9 +50,13 @@ class _FidelityRow(_Part):
     kl_first: float | None = None
     kl_later: float | None = None
     kl_p99: float
+    kl_worst: float | None = None
     top1_agreement: float
     perplexity: float
     full_perplexity: float
+    perplexity_change: float | None = None
+    perplexity_change_low: float | None = None
+    perplexity_change_high: float | None = None
     prompt_bits_per_value: float
     end_bits_per_value: float
     kept: float

@@ -7,6 +7,7 @@ import math
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -196,7 +197,31 @@ def test_the_command_prints_a_table_and_writes_its_figures(tmp_path: Path) -> No
     assert (record["context"], record["tokens"], record["config"]["samples"]) == (64, 8, 2)
     none, half = record["rows"]
     assert none["kl_mean"] == 0 < half["kl_mean"] <= half["kl_p99"]
+    assert half["kl_mean"] < half["kl_worst"]
+    assert none["perplexity_change"] == 0
+    assert half["perplexity_change_low"] < half["perplexity_change"] < half["perplexity_change_high"]
+    assert f"{half['kl_worst']:.4f}" in output
     assert len(half["kl_by_token"]) == 8
+
+
+def test_changes_of_perplexity_are_of_pairs_with_texts_as_samples() -> None:
+    full = torch.tensor([[1.0, 3.0], [2.0, 2.0], [5.0, 1.0]])
+    nll = full + torch.tensor([0.1, 0.2, 0.3])[:, None]
+    kl = torch.tensor([[0.1, 0.1], [0.4, 0.2], [0.0, 0.5]])
+
+    def row(texts: slice) -> dict[str, Any]:
+        figures = Fidelity("knorm:0.5", kl[texts], kl[texts] > 0, nll[texts], full[texts], 16.0, 0.0, 16.0, 1.0)
+        return figures.row()
+
+    three, alone = row(slice(None)), row(slice(1))
+    assert three["kl_worst"] == pytest.approx(0.3)
+    assert three["perplexity_change"] == pytest.approx(math.exp(0.2) - 1, abs=1e-5)
+    assert three["perplexity_change"] == pytest.approx(three["perplexity"] / three["full_perplexity"] - 1, abs=1e-5)
+    half_width = 4.303 * 0.1 / math.sqrt(3)  # Student's quantile for two degrees of freedom
+    assert three["perplexity_change_low"] == pytest.approx(math.exp(0.2 - half_width) - 1, abs=1e-3)
+    assert three["perplexity_change_high"] == pytest.approx(math.exp(0.2 + half_width) - 1, abs=1e-3)
+    assert alone["perplexity_change"] == pytest.approx(math.exp(0.1) - 1, abs=1e-5)
+    assert (alone["perplexity_change_low"], alone["perplexity_change_high"]) == (None, None)
 
 
 def test_layers_are_printed_apart_and_written(tmp_path: Path) -> None:
