@@ -33,6 +33,7 @@ from benchmarks import (
     agents,
     decode,
     dialogues,
+    fidelity_table,
     frontier,
     gpu_parity,
     kernels_cpu,
@@ -463,6 +464,12 @@ def test_the_page_of_every_press_shows_the_figures_of_smaller_studies(name: str,
 def test_the_page_on_a_pretrained_model_shows_the_committed_figures(names: tuple[str, ...]) -> None:
     records = [json.loads(Path(f"benchmarks/results/recall_smollm2_{name}.json").read_text()) for name in names]
     assert to_markdown(recall_table.joined(records)["rows"]).strip() in Path("docs/real-models.md").read_text()
+
+
+@pytest.mark.parametrize("text", ["essays", "stdlib"])
+def test_the_page_on_a_pretrained_model_shows_the_committed_figures_of_running_text(text: str) -> None:
+    record = json.loads(Path(f"benchmarks/results/fidelity_smollm2_{text}.json").read_text())
+    assert fidelity_table.to_markdown(record["rows"]).strip() in Path("docs/real-models.md").read_text()
 
 
 def test_dialogues_with_calls_are_compared_with_the_full_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
