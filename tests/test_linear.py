@@ -44,6 +44,14 @@ def test_other_layers_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "forward" not in vars(layer)
 
 
+def test_a_replaced_forward_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "has_bfloat16", lambda: False)
+    layer = nn.Linear(4, 4).bfloat16()
+    placed = layer.forward = lambda inputs: inputs  # as accelerate does
+    linear.speed_up(layer)
+    assert layer.forward is placed
+
+
 def test_copies_of_a_loaded_model_compute_with_their_own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "has_bfloat16", lambda: False)
     model, _ = kvpress.load_model("reference")
