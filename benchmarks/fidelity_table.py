@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Table of `kvpress fidelity --out FILE` for a page: divergence, its worst text, and the change of perplexity.
 
-python -m benchmarks.fidelity_table benchmarks/results/fidelity_smollm2_essays.json
+    python -m benchmarks.fidelity_table benchmarks/results/fidelity_smollm2_essays.json
+
+Tables of running text in `docs/real-models.md` are made so.
 """
 
 from __future__ import annotations
@@ -12,25 +14,29 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from kvpress_eval.report.table import markdown
+
 HEADINGS = ("press", "smaller", "KL mean", "KL worst text", "KL first 16", "same top token %", "perplexity %", "95%")
 
 
 def to_markdown(rows: Iterable[Mapping[str, Any]]) -> str:
     """Return the rows of a record as a Markdown table; `smaller` is 16 bits over those held for each value after the prompt."""
-    lines = [f"| {' | '.join(HEADINGS)} |", f"| --- |{' ---: |' * (len(HEADINGS) - 1)}"]
-    for row in rows:
-        low, high = (100 * row[f"perplexity_change_{end}"] for end in ("low", "high"))
-        cells = (
-            f"{16 / row['prompt_bits_per_value']:.1f}x",
-            f"{row['kl_mean']:.4f}",
-            f"{row['kl_worst']:.4f}",
-            f"{row['kl_first']:.4f}",
-            f"{100 * row['top1_agreement']:.1f}",
-            f"{100 * row['perplexity_change']:+.1f}",
-            f"{low:+.1f} to {high:+.1f}",
-        )
-        lines.append(f"| {' | '.join((row['press'], *cells))} |")
-    return "\n".join(lines) + "\n"
+    aligned = ["---", *("---:" for _ in HEADINGS[1:])]
+    return markdown(HEADINGS, aligned, [_cells(row) for row in rows], "")
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    low, high = row["perplexity_change_low"], row["perplexity_change_high"]
+    return [
+        row["press"],
+        f"{16 / row['prompt_bits_per_value']:.1f}x",
+        f"{row['kl_mean']:.4f}",
+        f"{row['kl_worst']:.4f}",
+        f"{row['kl_first']:.4f}",
+        f"{100 * row['top1_agreement']:.1f}",
+        f"{100 * row['perplexity_change']:+.1f}",
+        "-" if low is None or high is None else f"{100 * low:+.1f} to {100 * high:+.1f}",
+    ]
 
 
 def main() -> None:

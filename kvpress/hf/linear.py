@@ -38,10 +38,10 @@ def _forward(layer: nn.Linear, inputs: Tensor) -> Tensor:
     if inputs.numel() // inputs.shape[-1] < ROWS or inputs.dtype != torch.bfloat16:
         return functional.linear(inputs, layer.weight, layer.bias)
     exact, step = inputs.float(), max(1, BLOCK // layer.in_features)
+    weights = layer.weight.split(step)
+    biases = [None] * len(weights) if layer.bias is None else [bias.float() for bias in layer.bias.split(step)]
     blocks = [
-        functional.linear(
-            exact, weight.float(), None if layer.bias is None else layer.bias[start : start + step].float()
-        ).to(inputs.dtype)
-        for start, weight in zip(range(0, layer.out_features, step), layer.weight.split(step), strict=True)
+        functional.linear(exact, weight.float(), bias).to(inputs.dtype)
+        for weight, bias in zip(weights, biases, strict=True)
     ]
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=-1)

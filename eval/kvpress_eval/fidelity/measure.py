@@ -65,7 +65,7 @@ def measure(
         BusyError: another process measures into the folder.
     """
     context = config.lengths[0]
-    real = None if text is None else read_text(text)
+    real = None if text is None else read_text(text).shuffled(config.seed)
     model = read_settings(config)
     check_lengths(config.model_copy(update={"lengths": (context + tokens,)}), model)
     engine = load_engine(config, model)

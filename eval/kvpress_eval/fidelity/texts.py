@@ -30,7 +30,7 @@ def read_texts(config: RunConfig, engine: Engine, tokens: int, text: RealText | 
     """Return ids `[samples, context + tokens]` of a real text, or of texts made from the tasks of the configuration."""
     length = config.lengths[0] + tokens
     source = (
-        text.spread(_CHARACTERS * length, config.seed)
+        text.spread(_CHARACTERS * length)
         if text
         else (write_text(config, engine, length, number) for number in count())
     )

@@ -8,7 +8,7 @@ import platform
 import random
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvpress.packages import DataPackage
@@ -53,24 +53,30 @@ class RealText:
         """Name, version and hash, for records."""
         return {"name": self.name, "version": self.version, "sha256": self.sha256}
 
-    def spread(self, characters: int, seed: int = 0) -> Iterator[str]:
-        """Yield the documents so that few samples come from many: the first `characters` of each, then the remainders.
-
-        The documents of a file are not divided. A `seed` other than 0 shuffles the documents.
+    def shuffled(self, seed: int) -> RealText:
+        """Return the text with its documents in another order, drawn with `seed`; 0 keeps the order.
 
         Raises:
             DataError: there is a single document, which no seed can shuffle.
         """
-        documents = [*self.documents]
-        if seed and len(documents) == 1:
+        if not seed:
+            return self
+        if len(self.documents) == 1:
             raise DataError(f"seed {seed} has no effect on {self.name}, which is one text: leave it out")
-        if seed:
-            random.Random(f"documents-{seed}").shuffle(documents)  # noqa: S311  # reproducible, not secret
+        documents = [*self.documents]
+        random.Random(f"documents-{seed}").shuffle(documents)  # noqa: S311  # reproducible, not secret
+        return replace(self, documents=tuple(documents))
+
+    def spread(self, characters: int) -> Iterator[str]:
+        """Yield the documents so that few samples come from many: the first `characters` of each, then the remainders.
+
+        The documents of a file keep their order and are not divided.
+        """
         if self.version is None:
-            yield from documents
+            yield from self.documents
             return
-        yield from (document[:characters] for document in documents)
-        yield from (document[characters:] for document in documents)
+        yield from (document[:characters] for document in self.documents)
+        yield from (document[characters:] for document in self.documents)
 
 
 def is_text(spec: str) -> bool:

@@ -90,8 +90,6 @@ class DecodeCall:
         channels = parts[0].value_channels
         products = added or [None] * len(parts)
         has_offset = any([offset is not None for offset in products])
-        self._shape, self._dtype, self._options = q.shape, q.dtype, options
-        self._earlier = [weakref.ref(part) for part in parts[:-1]]
         self._out = streams, queries, channels
         self._exact = q.dtype == torch.float32
         self._settings = streams, queries, options.causal, q.dtype == torch.bfloat16, self._exact
@@ -115,10 +113,12 @@ class DecodeCall:
             self._kept = pieces, several
             lasts = lasts and all(kept is None for _, kept in several)
         if lasts:
+            self._shape, self._dtype, self._options = q.shape, q.dtype, options
+            self._earlier = [weakref.ref(part) for part in parts[:-1]]
             vars(parts[-1])["_call"] = self
 
     def fits(self, q: Tensor, parts: Sequence[Part], options: Options) -> bool:
-        """Whether the call was packed for such queries, these options and parts, of which the last caches it."""
+        """Whether a cached call was packed for such queries, these options and parts, of which the last caches it."""
         return (
             options is self._options
             and q.shape == self._shape
