@@ -23,6 +23,7 @@ from kvpress import kernels
 from kvpress.cache.attention import Logits, Partial, group_queries, merge
 from kvpress.cache.codec import Codec, JointCodec, Sealing
 from kvpress.cache.common import CommonSegment
+from kvpress.cache.decode_plan import DecodePlan
 from kvpress.cache.key_bias import offset_of, without
 from kvpress.cache.layout import interleave
 from kvpress.cache.rollback import Rollback
@@ -237,12 +238,18 @@ class KVStore(Rollback):
         Returns `(out [N, M, Dv], lse [N, M])` in float32.
         """
         length = queries.shape[2]
-        rows = group_queries(queries, self.heads)
         parts: list[Partial] = []
         operator_parts: list[kernels.Part] = []  # read by one call of an operator
         causal_tokens = 0
         mask = RealTokens(mask) if isinstance(mask, Tensor) else mask
         hides = self._hides_sealed(mask)
+        cursor = self.window.cursor
+        is_plain = reader is None and opened is None and sinks is None and not hides
+        if is_plain and cursor is not None and cursor.plan is not None:
+            planned = cursor.plan.attend(self.sealed, queries, logits, self.window.pads(mask, self.window.length))
+            if planned is not None:
+                return planned
+        rows = group_queries(queries, self.heads)
         chosen = reader(rows) if reader is not None and self.segments and not hides else None
         for read in chosen or ():
             if isinstance(read, kernels.Part):
@@ -272,7 +279,12 @@ class KVStore(Rollback):
             parts.append((extra.new_zeros(*rows.shape[:2], self.window.values.shape[-1]), extra))
         if not operator_parts:
             return merge(parts)
-        return kernels.decode_parts(rows, operator_parts, options_of(logits, causal_tokens), parts)
+        result = kernels.decode_parts(rows, operator_parts, options_of(logits, causal_tokens), parts)
+        cursor = self.window.cursor
+        if is_plain and length == 1 and cursor is not None and operator_parts[-1] is cursor.part:
+            call = kernels.packed_call(cursor.part)
+            cursor.plan = None if call is None else DecodePlan(call, self.sealed, queries, logits, cursor.pads)
+        return result
 
     def _hides_sealed(self, mask: RealTokens | None) -> bool:
         """Whether the mask hides tokens that were real when they were sealed."""

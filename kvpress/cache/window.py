@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from kvpress.cache import memory
 from kvpress.cache.attention import Logits, Partial, attend, flash
 from kvpress.cache.layout import Layout
 from kvpress.cache.segment import DenseSegment
+
+if TYPE_CHECKING:
+    from kvpress.cache.decode_plan import DecodePlan
 
 GROWTH = 16
 """Smallest number of tokens by which a full window grows."""
@@ -72,7 +75,7 @@ class Cursor:
     """Filled length of a window, on its device: a recorded step reads and advances it instead of host counters.
 
     `starts` and `lengths [N]` are the streams of the block as flat rows, after `pads[b]` tokens of left padding;
-    `end [1]` is the first free token. `part` caches the block as an operator reads it.
+    `end [1]` is the first free token. `part` caches the block as an operator reads it, `plan` the call that reads the layer.
     """
 
     def __init__(self, window: Window, pads: list[int]) -> None:
@@ -81,6 +84,7 @@ class Cursor:
         self._counters = torch.cat([lengths, lengths.new_full((1,), window.length)])
         self.lengths, self.end = self._counters[:-1], self._counters[-1:]
         self.part: kernels.Part | None = None
+        self.plan: DecodePlan | None = None
 
     def move(self, tokens: int) -> None:
         """Advance by `tokens` new tokens."""
@@ -172,6 +176,9 @@ class Window:
         self.keys.index_copy_(2, self.cursor.end, keys)
         self.values.index_copy_(2, self.cursor.end, values)
         self.cursor.move(1)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"cursor": None}  # it refers to the tensors of this window
 
     def cursor_at(self, pads: list[int]) -> Cursor:
         """Return the cursor for rows with left padding `pads`."""

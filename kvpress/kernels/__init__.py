@@ -5,6 +5,7 @@ Each operator takes stored `Rows`, the rows of each stream (`Ranges` or `Listed`
 one is available, and a plain torch reference everywhere else.
 """
 
+from kvpress.kernels.attention.cpu import DecodeCall, packed_call
 from kvpress.kernels.counting import counters, reset_counters
 from kvpress.kernels.cpu.launch import available
 from kvpress.kernels.dispatch import (
@@ -48,6 +49,7 @@ __all__ = [
     "Basis",
     "Coded",
     "Correction",
+    "DecodeCall",
     "Dense",
     "Digits",
     "Listed",
@@ -74,6 +76,7 @@ __all__ = [
     "label_scores",
     "merge",
     "pack",
+    "packed_call",
     "page_bounds",
     "page_rows",
     "per_pair",

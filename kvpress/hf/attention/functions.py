@@ -86,7 +86,7 @@ def attention(
     # torch's CPU sdpa is slow for a single query over grouped heads, so the store always computes these.
     reads_store = (
         store.has_sealed
-        or (length == 1 and call.tokens.seen_before > 0 and (static is not None or query.device.type == "cpu"))
+        or (length == 1 and call.tokens.seen_before > 0 and (static is not None or query.is_cpu))
         or _few_behind_many(module, call, attention_mask)
     )
     pattern = plan.pattern if call.phase == "prefill" and length > 1 and not rereads else None

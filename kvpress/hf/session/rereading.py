@@ -61,7 +61,7 @@ class DecoderReader:
     def read_differentiably(self, done: Pass, ids: Tensor, watch: Watch) -> Tensor:
         """Read `ids [B, m]` after the cache of a pass under autograd; return the output `[B, m, hidden]` of the last layer."""
         session = self.session
-        check_appends(session, done.cache, "use kvzip, which needs none")
+        check_appends(session, done.cache, "use kvzip, or frontier with passes=2, which need none")
         other_layers = _other_states(done.cache)
         outputs: list[Tensor] = []
         forward = Forward(session, watch=watch, differentiable=True)

@@ -34,7 +34,7 @@ from kvpress.hf.cache.adoption import adopt_layer, check_adopted
 from kvpress.hf.cache.layer import PressLayer, hold_window_alone, narrower
 from kvpress.hf.generation.capture import Recorder
 from kvpress.hf.generation.replay import CapturedForward, check_capture, graph_recorder
-from kvpress.hf.models import attention_modules, cache_among, cache_place, cached_layers, decoder_of, facts_of
+from kvpress.hf.models import CACHE, attention_modules, cache_among, cache_place, cached_layers, decoder_of, facts_of
 from kvpress.hf.positions import reach, warn_past_positions
 from kvpress.hf.session import token_dropping
 from kvpress.hf.session.base import BaseSession, OpenBlock
@@ -270,7 +270,8 @@ class Session(BaseSession):
         plan = self.layers.get(id(module))
         if plan is None:
             return  # the module belongs to another model
-        cache = cache_among((*kwargs.values(), *args))
+        read = forward.cache is not None and kwargs.get(CACHE) is forward.cache
+        cache = forward.cache if read else cache_among((*kwargs.values(), *args))
         forward.release()
         if cache is None:
             return
@@ -336,11 +337,11 @@ class Session(BaseSession):
     def observe(self, call: LayerCall) -> None:
         """Run the observers that a later step of the press needs; their state keeps no graph of the pass."""
         watched = self.executor.watched[call.phase]
-        if any(not observation.by_token for observation in watched):
-            call.keep_store(call.tokens.seen_before)
         wanted = (*watched, *self._aids(call))
         if not wanted:
             return
+        if any(not observation.by_token for observation in watched):
+            call.keep_store(call.tokens.seen_before)
         with torch.no_grad():
             for observation in wanted:
                 if observation not in call.store.observers:

@@ -11,6 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from kvpress.kernels.counting import count
 from kvpress.kernels.cpu import launch
 from kvpress.kernels.formats.coded import Coded
 from kvpress.kernels.formats.fields import Field, packed
@@ -115,6 +116,7 @@ class DecodeCall:
         if lasts:
             self._shape, self._dtype, self._options = q.shape, q.dtype, options
             self._earlier = [weakref.ref(part) for part in parts[:-1]]
+            self._last = weakref.ref(parts[-1])
             vars(parts[-1])["_call"] = self
 
     def fits(self, q: Tensor, parts: Sequence[Part], options: Options) -> bool:
@@ -127,6 +129,18 @@ class DecodeCall:
             and len(parts) == len(self._earlier) + 1
             and all([earlier() is part for earlier, part in zip(self._earlier, parts, strict=False)])
         )
+
+    def repeat(self, q: Tensor) -> Result | None:
+        """Attend again from queries in memory order [N, M, D], whose shape and dtype the caller has checked.
+
+        Only for a cached call. Returns None where a part was freed.
+        """
+        parts = [part for part in (*[earlier() for earlier in self._earlier], self._last()) if part is not None]
+        if len(parts) <= len(self._earlier):
+            return None
+        for part in parts:
+            count(part.kernel)
+        return self.run(q, parts)
 
     def run(self, q: Tensor, parts: Sequence[Part]) -> Result:
         """Attend from `q [N, M, D]` to the packed parts; result and errors as in `decode_parts`."""
@@ -146,9 +160,15 @@ class DecodeCall:
         return out, lse
 
 
+def packed_call(last: Part) -> DecodeCall | None:
+    """Return the packed call that the last part of a call caches; None without one."""
+    call: DecodeCall | None = vars(last).get("_call")
+    return call
+
+
 def cached_call(q: Tensor, parts: Sequence[Part], options: Options) -> DecodeCall | None:
     """Return the packed call that the last part caches if it fits the arguments, which then need no check; else None."""
-    call: DecodeCall | None = vars(parts[-1]).get("_call") if parts else None
+    call = packed_call(parts[-1]) if parts else None
     return call if call is not None and call.fits(q, parts, options) else None
 
 
