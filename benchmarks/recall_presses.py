@@ -7,6 +7,8 @@
     python -m benchmarks.recall_presses unseen --out unseen.json --contexts 40
     python -m benchmarks.recall_presses recommended --out prose.json --filler essays --contexts 40
     python -m benchmarks.recall_presses sizes --out essays.json --filler essays --contexts 40 --take prose.json
+    python -m benchmarks.recall_presses gradient --out gradient.json --contexts 40
+    python -m benchmarks.recall_presses longer --out longer.json --length 2048 --contexts 40
     python -m benchmarks.recall_presses seen --out seen.json --question-aware
     python -m benchmarks.recall_presses fitted --out fitted.json   (with predictors.safetensors and rotations.safetensors here)
     python -m benchmarks.recall_presses calibrated --out calibrated.json   (in the folder of `benchmarks.calibrations`)
@@ -149,6 +151,7 @@ SPARSE_PREFILL = (
     "zipvl",
 )
 FRONTIER = tuple(f"frontier:smaller={factor}" for factor in (5, 10, 20, 50))
+GRADIENT = tuple(f"{press},passes=3" for press in FRONTIER)
 SIZES = (*FRONTIER[:3], "budgeted(compactor):smaller=10")
 RECOMMENDED = (
     "kvzip:0.5",
@@ -199,8 +202,10 @@ CALIBRATED = (
 STUDIES: dict[str, tuple[str, ...]] = {
     "half": (*CODECS, *EVICTORS, *SELECTORS, *SPARSE_PREFILL, *REREADERS, *SIZES),
     "evictors": tuple(press for press in (*EVICTORS, *REREADERS) if HALF in press),
+    "gradient": GRADIENT,
     "recommended": RECOMMENDED,
     "sizes": FRONTIER,
+    "longer": (*FRONTIER, "rotated:bits=4", "kvzip:0.75", *(press for press in RECOMMENDED if press not in FRONTIER)),
     "fitted": FITTED,
     "calibrated": CALIBRATED,
     "unseen": (
@@ -320,7 +325,7 @@ def measure_all(
             record = measure(
                 config.model_copy(update={"presses": tuple(group)}), facts, margins, console, folder, press_seconds
             )
-        except (ConfigError, EvalError) as error:
+        except (ConfigError, EvalError, FileNotFoundError) as error:  # a file of a calibration may be missing
             if len(group) > 1:
                 for press in group:
                     measure_group([press])

@@ -167,7 +167,7 @@ OF_METHOD: dict[tuple[str, str], tuple[Any, ...]] = {
     ("duo_attention", "table"): (None,),
     ("nestedkv", "tau"): (0.6, 0.2),
     ("frontier", "chunk"): (None, 16, 40),
-    ("frontier", "passes"): (2, 1),
+    ("frontier", "passes"): (2, 1, 3),
     ("kvzap", "model_type"): ("linear",),
     ("kvzap", "weights"): ("{networks}",),
     ("headkv", "beta"): (1.2, 4.0),

@@ -69,10 +69,11 @@ def test_a_model_may_be_in_another_dtype_than_its_configuration(size: str, dtype
     assert Geometry.of(model).dtype == dtype
 
 
-def test_rows_are_compressed_as_alone() -> None:
+@pytest.mark.parametrize("spec", ["frontier:smaller=12", "frontier:smaller=12,passes=3"])
+def test_rows_are_compressed_as_alone(spec: str) -> None:
     model = tiny_model("llama")
     ids, mask = padded_batch([400, 310, 333])
-    press = kvpress.get_press("frontier:smaller=12")
+    press = kvpress.get_press(spec)
 
     def kept(ids: torch.Tensor, mask: torch.Tensor) -> list[list[list[list[int]]]]:
         with torch.no_grad(), press(model):
@@ -282,7 +283,13 @@ def test_every_row_of_a_batch_keeps_the_size() -> None:
     """Two rows, one padded, over two turns: each as it is alone."""
     model, (ids, mask) = tiny_model("llama"), padded_batch([300, 220])
     later = tokens(2, 40, seed=5)
-    for spec in ("budgeted(adakv(knorm)):smaller=6", "frontier:smaller=6", "frontier:bytes=12KB"):
+    frontiers = (
+        "frontier:smaller=6",
+        "frontier:smaller=6,passes=3",
+        "frontier:bytes=12KB",
+        "frontier:bytes=12KB,passes=3",
+    )
+    for spec in ("budgeted(adakv(knorm)):smaller=6", *frontiers):
         press = kvpress.get_press(spec)
         with press(model) as session:
             cache = model(ids, attention_mask=mask, position_ids=position_ids(mask), use_cache=True).past_key_values
@@ -396,6 +403,8 @@ def test_the_error_is_that_of_the_attention_output(family: str, monkeypatch: pyt
     [
         ("frontier:smaller=1", "smaller must be"),
         ("frontier:smaller=abc", "smaller must be"),
+        ("frontier:smaller=10,passes=4", "passes must be 1, 2 or 3, got 4"),
+        ("frontier:smaller=10,passes=3,reads=chunk", "passes=3 .* reads=chunk has no effect"),
         ("budgeted(knorm:0.5):smaller=10", "leave out the ratio"),
         ("budgeted(pyramidkv):smaller=10", "shares out the pairs"),
         ("budgeted(cake):smaller=10", "has its own rule for that"),

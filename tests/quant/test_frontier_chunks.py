@@ -131,25 +131,33 @@ def test_later_turns_follow() -> None:
     assert before.total_bytes < after.total_bytes < 2.2 * before.total_bytes
 
 
-@pytest.mark.parametrize("spec", ["frontier:smaller=6,chunk=64", "frontier:smaller=6,passes=1,chunk=64"])
-def test_generated_tokens_are_no_turns(spec: str) -> None:
+@pytest.mark.parametrize("form", ["", ",passes=1", ",passes=3"])
+def test_generated_tokens_are_no_turns(form: str) -> None:
     model, ids = tiny_model("llama"), tokens(1, 300)
-    with kvpress.get_press(spec)(model) as session:
+    with kvpress.get_press(f"frontier:smaller=6,chunk=64{form}")(model) as session:
         model.generate(ids, max_new_tokens=10, do_sample=False)
     for layer in session.cache.layers:
         assert layer.store.window.length == 9
         assert all(max(part.slots()) < 300 for part in layer.store.sealed)
 
 
+SCORERS = {
+    1: "refit(compactor):queries=prefill",
+    2: "refit(kvzip:repeat_prompt=,chunk_size=256,kvzip_plus_normalization=true):queries=repeat",
+    3: "refit(kvgrad:repeat_prompt=,chunk_size=256):queries=repeat",
+}
+
+
 @pytest.mark.parametrize("chunk", [None, 64])
-def test_one_pass_is_a_fit_to_the_queries_of_the_prompt(chunk: int | None) -> None:
+@pytest.mark.parametrize("passes", SCORERS)
+def test_each_number_of_passes_is_a_fit_behind_a_scorer(passes: int, chunk: int | None) -> None:
     model, ids = tiny_model("llama"), tokens(1, 360)
-    composed = "budgeted(refit(compactor):queries=prefill,ridge=1.0,tokens=512,weights=true):smaller=10"
+    composed = f"budgeted({SCORERS[passes]},ridge=1.0,tokens=512,weights=true):smaller=10"
     cache = DynamicCache(config=model.config)
     with torch.no_grad(), kvpress.get_press(composed)(model):
         for part in (ids,) if chunk is None else (ids[:, :40], *ids[:, 40:].split(chunk, dim=1)):
             model(part, past_key_values=cache)
-    spec = "frontier:smaller=10,passes=1" + ("" if chunk is None else f",chunk={chunk}")
+    spec = f"frontier:smaller=10,passes={passes}" + ("" if chunk is None else f",chunk={chunk}")
     ours = read(model, spec, ids)
     assert positions(ours) == positions(cache)
     assert kvpress.memory_report(ours).total_bytes == kvpress.memory_report(cache).total_bytes
