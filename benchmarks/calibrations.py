@@ -4,6 +4,7 @@
     TEXT=$(python -c "import pydoc_data.topics as topics; print(topics.__file__)")
     python -m benchmarks.calibrations --data $TEXT --files calibrated --out calibrations.json [--model smollm2] [--limit 600]
     cd calibrated && python -m benchmarks.recall_presses calibrated --out recall.json --contexts 10
+    python -m benchmarks.calibrations --table calibrations.json
 
 Each command of `kvpress calibrate` runs in a process of its own, with the environment of this one (number of threads), and is
 stopped after `--limit` seconds; it resumes in another run. The record has the command, its seconds, and the size of its file.
@@ -21,6 +22,8 @@ import time
 from datetime import date
 from pathlib import Path
 from typing import Any
+
+from kvpress_eval.report.table import markdown
 
 from benchmarks.machine import cpu_model
 
@@ -61,15 +64,32 @@ def calibrate(file: Path, arguments: tuple[str, ...], model: str, data: list[str
     return {"command": shlex.join(shown), "seconds": seconds, "bytes": size, "error": error}
 
 
+def to_markdown(record: dict[str, Any]) -> str:
+    """Return the options, seconds and bytes of each calibration of a record as a Markdown table, fastest first."""
+    rows = []
+    for row in sorted(record["rows"].values(), key=lambda row: row["seconds"]):
+        _, _, method, *arguments = shlex.split(row["command"])
+        options = arguments[arguments.index("--tokens") + 2 : arguments.index("--out")]
+        size = row["error"] if row["bytes"] is None else f"{row['bytes'] / 1000:,.0f} kB"
+        rows.append([" ".join([method, *options]), f"{row['seconds']:.0f}", size])
+    return markdown(("calibrate", "seconds", "file"), ["---", "---:", "---:"], rows, "")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", nargs="+", required=True, help="texts to calibrate on")
-    parser.add_argument("--files", type=Path, required=True, help="folder for the files")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--table", type=Path, help="record to print as a table, instead of a measurement")
+    parser.add_argument("--data", nargs="+", help="texts to calibrate on")
+    parser.add_argument("--files", type=Path, help="folder for the files")
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--limit", type=float, default=600, help="longest time of a command, in seconds")
     parser.add_argument("--only", nargs="+", default=[*CALIBRATIONS], choices=[*CALIBRATIONS], help="files to make")
     options = parser.parse_args()
+    if options.table:
+        print(to_markdown(json.loads(options.table.read_text())))
+        return
+    if None in (options.data, options.files, options.out):
+        parser.error("give --data, --files and --out, or --table")
     options.files.mkdir(parents=True, exist_ok=True)
     record: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {"rows": {}}
     record |= {

@@ -190,8 +190,16 @@ CALIBRATED = (
     "expected_attention_stats:0.5,epsilon=0.02,stats_folder=expected_attention.safetensors",
     "qfilter:0.5,filters=qfilter.safetensors",
     "kvzap:0.5,weights=kvzap.safetensors",
+    "adakv(kvzap:0.5,weights=kvzap.safetensors)",
     "kvzap:0.5,model_type=linear,weights=kvzap_linear.safetensors",
+    "adakv(kvzap:0.5,model_type=linear,weights=kvzap_linear.safetensors)",
     "fastkvzip:0.5,gates=fastkvzip.safetensors",
+    "fastkvzip:0.75,gates=fastkvzip.safetensors",
+    *(
+        f"frontier:smaller={factor},passes=1{gates}"
+        for factor in (5, 10)
+        for gates in ("", ",gates=fastkvzip.safetensors")
+    ),
     "duo_attention:0.5,on_the_fly_scoring=true",
     "duo_attention:0.5,table=duo_attention.tsv,sink_size=16,recent_size=64",
     "duo_attention:0.5,table=kvzip_heads.tsv,sink_size=16,recent_size=64",

@@ -23,6 +23,7 @@ from kvpress.presses.adakv import Competition
 from kvpress.presses.cake import share_out
 from kvpress.presses.compactor import CompactorPress
 from kvpress.presses.criticalkv import has_output
+from kvpress.presses.fastkvzip import FastKVzipPress
 from kvpress.presses.kvgrad import KVgradPress
 from kvpress.presses.kvzip import KVzipPress
 from kvpress.presses.refit import LEAST_RIDGE, RefitPress
@@ -165,6 +166,7 @@ class BudgetedPress(OfSize):
     ),
     refuses=(
         Refusal("frontier:smaller=10,passes=1,reads=chunk", "nothing is read a second time"),
+        Refusal("frontier:smaller=10,gates=gates.safetensors", "gates score the pairs of a single reading"),
         Refusal("frontier:smaller=10,passes=3,reads=chunk", "a differentiated reading attends to the whole prompt"),
     ),
     exempt=ENCODES,
@@ -186,7 +188,8 @@ class FrontierPress(OfSize):
     the first 4 tokens of the prompt, so that its cost grows in proportion to the prompt. It loses a little more.
 
     `passes=1` does not read the prompt a second time: `CompactorPress` scores the pairs, layers share them by their errors as
-    in `BudgetedPress`, and values and log-weights are solved for with queries of the prompt. It loses more.
+    in `BudgetedPress`, and values and log-weights are solved for with queries of the prompt. It loses more. With `gates`, a
+    file of `kvpress calibrate fastkvzip` for the model, `FastKVzipPress` scores the pairs instead, and loses less.
 
     `passes=3` also differentiates the second reading: `KVgradPress` scores the pairs, by how much the last hidden states depend
     on them. It loses less from about 20 times smaller on. The prompt takes longer to read, and the activations of 256 tokens in
@@ -205,10 +208,16 @@ class FrontierPress(OfSize):
     chunk: Annotated[int, Range(FEWEST, whole=True)] | None = None
     passes: Literal[1, 2, 3] = 2
     reads: Literal["prompt", "chunk"] = "prompt"
+    gates: str | None = field(default=None, kw_only=True)
     has_outputs: bool = field(init=False, default=True, repr=False, compare=False)
 
     def validate(self) -> None:
         super().validate()
+        if self.gates is not None and self.passes != 1:
+            raise ValueError(
+                f"gates={self.gates!r} score the pairs of a single reading, and passes={self.passes} reads the prompt again: "
+                "set passes=1, or leave out gates"
+            )
         if self.passes != 2 and self.reads == "chunk":
             reason = (
                 "reads nothing a second time" if self.passes == 1 else "differentiates readings of the whole prompt"
@@ -218,7 +227,8 @@ class FrontierPress(OfSize):
     @property
     def inner(self) -> BasePress:
         if self.passes == 1:
-            return RefitPress(CompactorPress(), queries="prefill", ridge=LEAST_RIDGE, tokens=QUERIES_READ, weights=True)
+            scorer = CompactorPress() if self.gates is None else FastKVzipPress(gates=self.gates)
+            return RefitPress(scorer, queries="prefill", ridge=LEAST_RIDGE, tokens=QUERIES_READ, weights=True)
         repetition = (
             KVgradPress(repeat_prompt="", chunk_size=CHUNK)
             if self.passes == 3

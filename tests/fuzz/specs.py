@@ -168,6 +168,7 @@ OF_METHOD: dict[tuple[str, str], tuple[Any, ...]] = {
     ("nestedkv", "tau"): (0.6, 0.2),
     ("frontier", "chunk"): (None, 16, 40),
     ("frontier", "passes"): (2, 1, 3),
+    ("frontier", "gates"): (None,),
     ("kvzap", "model_type"): ("linear",),
     ("kvzap", "weights"): ("{networks}",),
     ("headkv", "beta"): (1.2, 4.0),

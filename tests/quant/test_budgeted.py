@@ -404,6 +404,7 @@ def test_the_error_is_that_of_the_attention_output(family: str, monkeypatch: pyt
         ("frontier:smaller=1", "smaller must be"),
         ("frontier:smaller=abc", "smaller must be"),
         ("frontier:smaller=10,passes=4", "passes must be 1, 2 or 3, got 4"),
+        ("frontier:smaller=10,gates=f.safetensors", "gates='f.safetensors' score .* set passes=1"),
         ("frontier:smaller=10,passes=3,reads=chunk", "passes=3 .* reads=chunk has no effect"),
         ("budgeted(knorm:0.5):smaller=10", "leave out the ratio"),
         ("budgeted(pyramidkv):smaller=10", "shares out the pairs"),

@@ -12,6 +12,7 @@ import torch
 from transformers import DynamicCache
 
 import kvpress
+from kvpress.core.calibration import shipped
 from kvpress.hf.session.session import Session
 from kvpress.plan import Geometry, plan
 from kvpress.quant.widths import widths_held
@@ -161,6 +162,14 @@ def test_each_number_of_passes_is_a_fit_behind_a_scorer(passes: int, chunk: int 
     ours = read(model, spec, ids)
     assert positions(ours) == positions(cache)
     assert kvpress.memory_report(ours).total_bytes == kvpress.memory_report(cache).total_bytes
+
+
+def test_gates_score_the_pairs_of_a_single_reading(reference: Any) -> None:
+    gates, ids = f"gates={shipped('fastkvzip')}", tokens(2, 300)
+    composed = f"budgeted(refit(fastkvzip:{gates}):queries=prefill,ridge=1.0,tokens=512,weights=true):smaller=10"
+    ours = read(reference, f"frontier:smaller=10,passes=1,{gates}", ids)
+    assert positions(ours) == positions(read(reference, composed, ids))
+    assert positions(ours) != positions(read(reference, "frontier:smaller=10,passes=1", ids))
 
 
 def test_facts_of_early_chunks_are_recalled(reference: Any) -> None:
