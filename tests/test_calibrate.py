@@ -22,6 +22,7 @@ from kvpress.calibrate.pairs import PairRecorder, balance
 from kvpress.calibrate.run import collect
 from kvpress.cli import app
 from kvpress.core import calibration as calibration
+from kvpress.hf.models import facts_of
 from tests.models import tiny_model, tokens
 
 SETTINGS = CoupledSettings((4, 4), (2, 2), iterations=3)
@@ -310,3 +311,19 @@ def test_options_of_another_method_and_unknown_methods_are_refused(
     assert refused.exit_code == 2
     assert message in " ".join(refused.output.replace("│", " ").split())
     assert not list(tmp_path.iterdir())
+
+
+def test_layers_are_recorded_together_as_far_as_their_pairs_fit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model, ids = tiny_model("llama"), tokens(4, 64)
+    facts, layer = facts_of(model), facts_of(model).growing[0]
+    layer_bytes = ids.numel() * layer.kv_heads * layer.pair_dim * (4 + 4)  # a number and its gradient
+    settings = CoupledSettings(iterations=2, bits=(2, 2))
+    whole = calibrate(model, ids, settings, tmp_path / "whole")
+    assert settings.layers_at_once(facts, ids.numel()) >= 3
+    monkeypatch.setattr("kvpress.calibrate.run.RECORDED", 2 * layer_bytes)
+    assert settings.layers_at_once(facts, ids.numel()) == 2
+    pieces = calibrate(model, ids, settings, tmp_path / "pieces")
+    assert whole.tensors.keys() == pieces.tensors.keys()
+    assert all(torch.equal(tensor, pieces.tensors[name]) for name, tensor in whole.tensors.items())

@@ -38,7 +38,7 @@ class PredictorSettings(Observed):
     """Random seed."""
 
     method: ClassVar[str] = METHOD
-    layers_at_once: ClassVar[int | None] = 4
+    keeps_pairs: ClassVar[bool] = True
 
     @property
     def shortest(self) -> int:

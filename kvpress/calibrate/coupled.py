@@ -20,7 +20,7 @@ from kvpress.quant.kmeans import kmeans
 class CoupledSettings(FitsPairs):
     """Codebooks of keys and values, for `cq`.
 
-    All keys and values of a layer are in memory while its books are fitted, so that a few layers are fitted at a time.
+    All keys and values of a layer are in memory while its books are fitted, so that layers are fitted group by group.
     """
 
     coupled: tuple[int, int] = (4, 4)

@@ -25,7 +25,7 @@ class RotationSettings(Observed):
     """
 
     method: ClassVar[str] = METHOD
-    layers_at_once: ClassVar[int | None] = 4
+    keeps_pairs: ClassVar[bool] = True
 
     @property
     def shortest(self) -> int:

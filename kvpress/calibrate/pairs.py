@@ -19,13 +19,13 @@ SINKS = 4
 class FitsPairs(Observed):
     """Base of methods that fit tables to the keys and values of texts.
 
-    All keys and values of a layer are in memory while its tables are fitted, so that a few layers are fitted at a time.
+    All keys and values of a layer are in memory while its tables are fitted, so that layers are fitted group by group.
     """
 
     fisher: bool
     """Whether every key and value is weighted by its squared gradient of the loss."""
 
-    layers_at_once: ClassVar[int | None] = 4
+    keeps_pairs: ClassVar[bool] = True
 
     @property
     def gradients(self) -> bool:

@@ -26,6 +26,8 @@ from kvpress.observe.observer import Observer, Wanted
 
 Report = Callable[[str, int, int], None]
 """Progress callback: the unit of work, the number that is done, and the total."""
+RECORDED = 2**31
+"""Bytes of keys, values and their gradients that are recorded in one reading of the data."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,8 @@ class CalibrationSettings(ABC):
 class Observed(CalibrationSettings):
     """Settings of a method that learns from each layer separately, with one observer per layer."""
 
-    layers_at_once: ClassVar[int | None] = None
-    """Most layers that are recorded in one reading of the data; None is all."""
+    keeps_pairs: ClassVar[bool] = False
+    """Whether the observer of a layer keeps all keys and values that it sees, so that some layers are recorded at a time."""
 
     @property
     def gradients(self) -> bool:
@@ -80,11 +82,20 @@ class Observed(CalibrationSettings):
     def tensors(self, observed: Any) -> dict[str, Tensor]:
         """Return the tensors of a layer by name, from its observer."""
 
+    def layers_at_once(self, model: ModelFacts, tokens: int) -> int:
+        """Return how many layers are recorded in one reading of so many tokens: those whose pairs fit into `RECORDED` bytes."""
+        if not self.keeps_pairs:
+            return len(model.growing)
+        of_number = model.dtype.itemsize + (4 if self.gradients else 0)
+        layer_bytes = tokens * of_number * max(layer.kv_heads * layer.pair_dim for layer in model.growing)
+        return max(1, int(RECORDED // layer_bytes))
+
     def fit(self, model: Any, sequences: Tensor, finished: FinishedLayers, report: Report) -> dict[str, Tensor]:
-        layers = [layer.index for layer in host().facts_of(model).growing]
+        facts = host().facts_of(model)
+        layers = [layer.index for layer in facts.growing]
         missing = [layer for layer in layers if not finished.has(layer)]
         report("layers", len(layers) - len(missing), len(layers))
-        step = self.layers_at_once or len(layers)
+        step = self.layers_at_once(facts, sequences.numel())
         for start in range(0, len(missing), step):
             for layer, observed in collect(model, sequences, missing[start : start + step], self, report).items():
                 finished.write(layer, self.tensors(observed))
