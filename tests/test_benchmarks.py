@@ -31,6 +31,7 @@ import kvpress
 from benchmarks import (
     accuracy,
     agents,
+    calibrations,
     decode,
     dialogues,
     fidelity_table,
@@ -442,7 +443,7 @@ def test_the_page_of_every_press_shows_the_figures_of_all_ratios() -> None:
 
 @pytest.mark.parametrize(
     ("name", "page"),
-    [("fitted", "lab/codecs-fitted"), ("seen", "accuracy"), ("prose", "accuracy")],
+    [("fitted", "lab/codecs-fitted"), ("seen", "accuracy"), ("prose", "accuracy"), ("calibrated", "calibration")],
 )
 def test_the_page_of_every_press_shows_the_figures_of_smaller_studies(name: str, page: str) -> None:
     (cell,) = json.loads(Path(f"benchmarks/results/recall_smollm2_1024_{name}.json").read_text())["cells"]
@@ -464,6 +465,13 @@ def test_the_page_of_every_press_shows_the_figures_of_smaller_studies(name: str,
 def test_the_page_on_a_pretrained_model_shows_the_committed_figures(names: tuple[str, ...]) -> None:
     records = [json.loads(Path(f"benchmarks/results/recall_smollm2_{name}.json").read_text()) for name in names]
     assert to_markdown(recall_table.joined(records)["rows"]).strip() in Path("docs/real-models.md").read_text()
+
+
+def test_the_page_of_calibrations_shows_the_committed_times() -> None:
+    record = json.loads(Path("benchmarks/results/calibrations_smollm2.json").read_text())
+    assert calibrations.to_markdown(record).strip() in Path("docs/calibration.md").read_text()
+    assert {row["error"] for row in record["rows"].values()} == {""}
+    assert max(row["seconds"] for row in record["rows"].values()) < record["limit"]
 
 
 @pytest.mark.parametrize("text", ["essays", "stdlib"])

@@ -46,8 +46,10 @@ class KVzapPress(ScorerPress):
         linear: score[b, :, t] = W x_t + c              mlp: score[b, :, t] = W2 gelu(W1 x_t + c1) + c2
 
     x is the input of the attention layer. The prediction is the logarithm of the largest attention that the pair gets while
-    the prompt is repeated, so one threshold fits all texts: `dms(kvzap):threshold=-4`. It is computed when a token is read, and
-    stored with its pairs in 4 bytes per head. `model_type` is the kind of network. `weights` is a published file, a file from
+    the prompt is repeated, so one threshold fits all texts: `dms(kvzap):threshold=-4`. With a ratio, every head keeps the
+    same number of pairs, as in NVIDIA kvpress: on SmolLM2 that loses nearly all answers at 0.5, where `adakv(kvzap:0.5)`,
+    whose heads compete, loses 10 points (docs/calibration.md). The prediction is computed when a token is read, and stored
+    with its pairs in 4 bytes per head. `model_type` is the kind of network. `weights` is a published file, a file from
     `kvpress calibrate kvzap`, a folder with `model.safetensors`, or a repository of the hub; None is
     `nvidia/KVzap-<model_type>-<model>`, or the bundled file for the reference model. A `KVzapModel` in the attribute
     `kvzap_model`, as programs for NVIDIA kvpress set it, takes the place of `weights` and `model_type`.
