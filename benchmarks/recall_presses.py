@@ -8,7 +8,7 @@
     python -m benchmarks.recall_presses recommended --out prose.json --filler essays --contexts 40
     python -m benchmarks.recall_presses sizes --out essays.json --filler essays --contexts 40 --take prose.json
     python -m benchmarks.recall_presses gradient --out gradient.json --contexts 40
-    python -m benchmarks.recall_presses longer --out longer.json --length 2048 --contexts 40
+    python -m benchmarks.recall_presses longer --out longer.json --length 2048 --contexts 10
     python -m benchmarks.recall_presses seen --out seen.json --question-aware
     python -m benchmarks.recall_presses fitted --out fitted.json   (with predictors.safetensors and rotations.safetensors here)
     python -m benchmarks.recall_presses calibrated --out calibrated.json   (in the folder of `benchmarks.calibrations`)
@@ -289,14 +289,18 @@ NOT_MEASURED = {
 """Presses of status recommended and reproduction that no study measures, with the reason."""
 
 
+def contexts_of(config: RunConfig) -> set[str]:
+    """Return the names of the contexts that a configuration measures."""
+    return {f"{length}-{config.seed}-{index}" for length in config.lengths for index in range(config.samples)}
+
+
 def take_rows(folder: Path, records: Sequence[dict[str, Any]], presses: Collection[str], config: RunConfig) -> int:
     """Store the rows of `presses` on the questions of `config` that earlier records hold; return their number.
 
     A measurement with other settings than those of the records refuses the folder.
     """
     store = CellStore(folder)
-    contexts = {f"{length}-{config.seed}-{index}" for length in config.lengths for index in range(config.samples)}
-    taken = 0
+    contexts, taken = contexts_of(config), 0
     with store.claim() as is_claimed:
         if not is_claimed:
             raise SystemExit(f"another process measures into {folder}")
@@ -347,7 +351,8 @@ def measure_all(
     if not finished_only:
         for first in range(0, len(presses), GROUP):
             measure_group(presses[first : first + GROUP])
-    rows = Counter(row["press"] for row in read_rows(folder / "rows.jsonl")[0])
+    contexts = contexts_of(config)  # an earlier run may have measured more
+    rows = Counter(row["press"] for row in read_rows(folder / "rows.jsonl")[0] if row["context"] in contexts)
     finished = tuple(press for press in presses if rows[press] == config.samples)
     record = measure(config.model_copy(update={"presses": finished}), facts, margins, console, folder)
     return {**record, "failed": failed, "seconds": round(time.monotonic() - started, 1)}
