@@ -52,7 +52,8 @@ class KVgradPress(KVzipPress):
 
     A prompt costs three to four times its prefill. The graph of one chunk is in memory at a time: its activations in all
     layers. In a later turn, whose cache has sealed pairs already, the graph also has their attention weights. Smaller chunks
-    need less memory, and more passes over the prompt.
+    need less memory, and more passes over the prompt. Gradients that overflow, as those of a float16 model may, raise a
+    FloatingPointError.
 
     Paper: KVgrad, 2026, https://openreview.net/forum?id=cg1wTCJjjk; formulas and defaults from NVIDIA kvpress 0.5.5.
     Differs from the paper: nothing in the scores; each row of a batch is scored on its own, and evicted pairs are freed.
@@ -77,6 +78,12 @@ class KVgradPress(KVzipPress):
             real = torch.arange(ids.shape[1]) < scores.text_lengths.clone()
             objective = (hidden.float().square().sum(dim=-1) * real.to(hidden.device)).sum()
             gradients = torch.autograd.grad(objective, outputs)
+        finite = [gradient.isfinite().all().to(hidden.device) for gradient in gradients]
+        if not bool(torch.stack(finite).all()):  # one wait for a GPU
+            raise FloatingPointError(
+                f"gradients overflow in {hidden.dtype}, so that pairs would be scored by NaN: load the model in bfloat16 or "
+                "float32, or use kvzip, or frontier with passes=2, which need none"
+            )
         for call, gradient in zip(calls, gradients, strict=True):
             detached = replace(call, queries=call.queries.detach())
             scores.take_in(detached, 1 / gradient.float().norm(dim=-1))

@@ -190,3 +190,16 @@ def test_configuration() -> None:
         KVgradPress(0.5, kvzip_plus_normalization=True)
     with pytest.raises(ValueError, match="chunk_size must be >= 1, got 0"):
         KVgradPress(0.5, chunk_size=0)
+
+
+@pytest.mark.parametrize("spec", ["kvgrad:0.5,repeat_prompt=", "frontier:smaller=4,passes=3"])
+def test_gradients_that_overflow_are_refused(spec: str) -> None:
+    model = copy.deepcopy(tiny_model("llama")).half()
+    with torch.no_grad():
+        model.model.layers[-1].mlp.down_proj.weight *= 10
+        assert model(tokens(1, 60)).logits.isfinite().all()
+    with (
+        pytest.raises(FloatingPointError, match=r"overflow in torch\.float16, .* in bfloat16"),
+        kvpress.get_press(spec)(model),
+    ):
+        model.generate(tokens(1, 60), max_new_tokens=1, do_sample=False)
