@@ -337,7 +337,7 @@ def measure_all(
             record = measure(
                 config.model_copy(update={"presses": tuple(group)}), facts, margins, console, folder, press_seconds
             )
-        except (ConfigError, EvalError, FileNotFoundError) as error:  # a file of a calibration may be missing
+        except (ConfigError, EvalError) as error:
             if len(group) > 1:
                 for press in group:
                     measure_group([press])

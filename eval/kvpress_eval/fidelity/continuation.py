@@ -98,10 +98,10 @@ def continue_reading(
 
 @contextmanager
 def config_errors(press: str) -> Iterator[None]:
-    """Raise errors of a press that does not suit the model or the text as ConfigError with the name of the press."""
+    """Raise errors of a press as ConfigError with its name: it does not suit the model or the text, or its file is missing."""
     try:
         yield
-    except (ValueError, NotImplementedError) as error:
+    except (ValueError, NotImplementedError, FloatingPointError, FileNotFoundError) as error:
         raise ConfigError(f"press {press!r}: {error}") from error
 
 
