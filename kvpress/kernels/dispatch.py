@@ -95,8 +95,6 @@ def decode_parts(
     """
     call = None if others else attention_cpu.cached_call(q, parts, options)
     if call is not None and launch.available(q):
-        for part in parts:
-            count(part.kernel)
         return call.run(q, parts)
     attention.check(q, parts, options)
     if others:
@@ -112,8 +110,6 @@ def decode_parts(
     added = [_products(q, part) for part in parts] if has_offset else [None] * len(parts)
     storage = parts[0].rows.keys.storage
     if launch.available(storage):
-        for part in parts:
-            count(part.kernel)
         out, lse = attention_cpu.decode_parts(q, parts, options, others, added=added)
         return attention.with_sinks(out, lse, options.sinks)
 

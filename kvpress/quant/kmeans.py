@@ -73,9 +73,8 @@ def _spread(points: Tensor, weights: Tensor, entries: int, generator: torch.Gene
     for _ in range(entries):
         # If all points of a set are covered or have zero weight, draw uniformly.
         chances = torch.where(chances.sum(dim=1, keepdim=True) > 0, chances, torch.ones_like(chances))
-        total = chances.double().cumsum(
-            dim=1
-        )  # drawn by inversion, since `torch.multinomial` is 40 times slower on a CPU
+        # Drawn by inversion, since `torch.multinomial` is 40 times slower on a CPU.
+        total = chances.double().cumsum(dim=1)
         drawn = torch.rand(len(points), 1, dtype=torch.float64, generator=generator).to(points.device) * total[:, -1:]
         at = torch.searchsorted(total, drawn, right=True).flatten().clamp_max(points.shape[1] - 1)
         chosen.append(points[sets, at])

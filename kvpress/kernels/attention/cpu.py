@@ -136,14 +136,12 @@ class DecodeCall:
         Only for a cached call. Returns None where a part was freed.
         """
         parts = [part for part in (*[earlier() for earlier in self._earlier], self._last()) if part is not None]
-        if len(parts) <= len(self._earlier):
-            return None
-        for part in parts:
-            count(part.kernel)
-        return self.run(q, parts)
+        return self.run(q, parts) if len(parts) > len(self._earlier) else None
 
     def run(self, q: Tensor, parts: Sequence[Part]) -> Result:
         """Attend from `q [N, M, D]` to the packed parts; result and errors as in `decode_parts`."""
+        for part in parts:
+            count(part.kernel)
         out = torch.empty(*self._out, dtype=torch.float32)
         lse = torch.empty(*self._out[:2], dtype=torch.float32)
         read = q if self._exact and q.is_contiguous() else q.to(torch.float32).contiguous()
