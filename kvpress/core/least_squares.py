@@ -52,15 +52,15 @@ class Design:
     def _stored(self) -> tuple[Tensor, Tensor] | None:
         """Weights `[M, t]` relative to the largest of each query, and the logits `[M]` of those; None if they are too large."""
         queries, pairs = self.shape
-        if not pairs or 4 * queries * pairs > _block_bytes(self.keys.device):
+        if not pairs or 4 * queries * pairs > block_bytes(self.keys.device):
             return None
         scores = self.logits(self.queries, self.keys, self.log_weight)
         top = scores.amax(dim=1)
         return scores.sub_(top[:, None]).exp_(), top
 
-    def part(self, pairs: slice) -> Design:
-        """Return the design restricted to some pairs."""
-        if pairs.indices(len(self.keys)) == (0, len(self.keys), 1):
+    def part(self, pairs: slice | Tensor) -> Design:
+        """Return the design restricted to some pairs, in this order."""
+        if isinstance(pairs, slice) and pairs.indices(len(self.keys)) == (0, len(self.keys), 1):
             return self
         weight = None if self.log_weight is None else self.log_weight[pairs]
         return replace(self, keys=self.keys[pairs], log_weight=weight)
@@ -148,10 +148,23 @@ class Design:
         queries, pairs = self.shape
         few = pairs <= queries
         gram, right = self._normal_equations(outputs) if few else (self._gram_of_queries(outputs.dtype), outputs)
-        unit = gram.diagonal().double().sum() / max(1, pairs) if unit is None else unit
-        gram.diagonal().add_((max(ridge, FLOOR) * unit).clamp_min(1e-30).to(gram.dtype))
+        self._add_ridge(gram, ridge, unit)
         solved = torch.cholesky_solve(right, torch.linalg.cholesky(gram))  # reads the lower triangle
         return solved if few else self.back(solved)
+
+    def ridged_gram(self, ridge: float, unit: Tensor) -> Tensor:
+        """Return the Gram matrix `[t, t]` over pairs with the lambda of `solve` on its diagonal, float32.
+
+        Only its lower triangle is complete.
+        """
+        gram, _ = self._normal_equations(self.lse.new_empty(len(self.queries), 0))
+        self._add_ridge(gram, ridge, unit)
+        return gram
+
+    def _add_ridge(self, gram: Tensor, ridge: float, unit: Tensor | None) -> None:
+        """Add lambda to the diagonal of a Gram matrix, over pairs or over queries; see `solve`."""
+        unit = gram.diagonal().double().sum() / max(1, len(self.keys)) if unit is None else unit
+        gram.diagonal().add_((max(ridge, FLOOR) * unit).clamp_min(1e-30).to(gram.dtype))
 
     def _normal_equations(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the Gram matrix `[t, t]` over pairs, and the product of the transposed design and `outputs [M, C]`."""
@@ -196,12 +209,12 @@ def _add_gram(gram: Tensor, shares: Tensor) -> None:
         gram[start:stop, :stop].addmm_(shares[:, start:stop].T, shares[:, :stop])
 
 
-def _block_bytes(device: torch.device) -> int:
+def block_bytes(device: torch.device) -> int:
     """Return the most bytes of a block of a design."""
     return attention.BLOCK_BYTES * (1 if device.type == "cpu" else GPU_BLOCKS)
 
 
 def _blocks(length: int, width: int, device: torch.device) -> list[slice]:
-    """Return slices of `length` for which a float32 block of `width` fits in `_block_bytes`."""
-    step = max(1, _block_bytes(device) // (4 * max(1, width)))
+    """Return slices of `length` for which a float32 block of `width` fits in `block_bytes`."""
+    step = max(1, block_bytes(device) // (4 * max(1, width)))
     return [slice(start, min(start + step, length)) for start in range(0, length, step)]

@@ -19,7 +19,7 @@ from kvpress.cache.store import KVStore
 from kvpress.core.least_squares import Design
 from kvpress.core.recipe import Eviction, PassHook, Refit, Weights
 from kvpress.observe.call import LayerCall
-from kvpress.observe.observer import Wanted
+from kvpress.observe.observer import Observer, Wanted
 from kvpress.observe.passes import Pass
 from kvpress.observe.queries import QueryGram, SampledQueries
 from kvpress.observe.view import LOG_WEIGHT, View
@@ -45,6 +45,28 @@ class Target:
     """Log-sum-exp `[M]`, without learned sinks."""
     sinks: Tensor | None
     """Logits of learned sinks `[M]`; None without sinks."""
+
+
+class KeptDesigns(Observer):
+    """Designs of the kept pairs of a layer, which a refit puts here and a codec takes to round values for their queries."""
+
+    def __init__(self) -> None:
+        self.designs: dict[int, tuple[Design, float, Tensor]] = {}
+
+    def observe(self, call: LayerCall) -> None:
+        """Record nothing: designs exist only after an eviction."""
+
+    def put(self, stream: int, design: Design, ridge: float) -> None:
+        """Store the design of all kept pairs of a stream, normalised, and the ridge of its refit."""
+        self.designs[stream] = replace(design), ridge, design.mean_diagonal()  # the copy holds no matrix
+
+    def take(self, stream: int) -> tuple[Design, float, Tensor] | None:
+        """Remove and return the design of a stream, its ridge and the unit of it; None if its values were not solved for."""
+        return self.designs.pop(stream, None)
+
+
+KEPT_DESIGNS = Wanted(KeptDesigns)
+"""Observer whose presence makes a refit keep its designs."""
 
 
 def observed_queries(view: View, observed: Wanted, limit: int | None = None) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -92,6 +114,7 @@ def refit(call: LayerCall, settings: Refit, goals: dict[int, Target], codec: Cod
     store = call.store
     if not store.sealed:  # heads and layers compete, and this layer has lost all its pairs
         return
+    designs: KeptDesigns | None = store.observers.get(KEPT_DESIGNS)
     watched: QueryGram | None = store.observers.get(Wanted(QueryGram))
     if watched is not None:  # the codec then rounds for the same queries
         watched.replace({n: target.queries for n, target in goals.items()})
@@ -102,7 +125,10 @@ def refit(call: LayerCall, settings: Refit, goals: dict[int, Target], codec: Cod
             weights[n] = fitted_weights(call, settings.weights, design, n).half()
             design = design.weighed(weights[n].float())
         if store.dense is not None:
+            design = design.normalised(target.sinks)
             fitted[n] = fitted_values(call, settings.ridge, target, design, n)
+            if designs is not None:
+                designs.put(n, design, settings.ridge)
     if weights:
         store.weigh(weights)
     dense = store.dense
@@ -165,9 +191,11 @@ def fitted_weights(call: LayerCall, settings: Weights, kept: Design, stream: int
 
 
 def fitted_values(call: LayerCall, ridge: float, target: Target, kept: Design, stream: int) -> Tensor:
-    """Return new values `[m, Dv]` for the pairs of this turn in a stream; pairs of earlier turns keep theirs."""
+    """Return new values `[m, Dv]` for the pairs of this turn in a stream; pairs of earlier turns keep theirs.
+
+    The weights of the design `kept` sum to 1 over all kept pairs and learned sinks.
+    """
     values = torch.cat([segment.read(segment.layout.rows(stream))[1] for segment in call.store.sealed]).float()
-    kept = kept.normalised(target.sinks)
     residual = target.out - kept.apply(values)
     newest = slice(len(values) - _count_of_turn(call, stream), None)
     # Pairs of a turn that get little attention must not make up for the errors of all earlier pairs.

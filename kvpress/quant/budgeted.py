@@ -119,7 +119,7 @@ class BudgetedPress(OfSize):
     """Make the cache of a prompt `smaller` times smaller, or fit it into `bytes`; the inner press scores the pairs.
 
         bits   by the bits r available per uncompressed number, 16 / smaller in a 16-bit model, of keys and of values:
-               8 and 8 if r >= 8.6, 8 and 4 if r >= 2.6, else 4 and 4
+               8 and 8 if r >= 8.6, 8 and 4 if r >= 2.6, 4 and 4 if r >= 1.3, else 4 and 3
         pairs  as many as fit in these bits, all scales and indexes counted; all pairs if they fit
         layer  pairs ~ sqrt(e),   e = mean |o' - o|^2 / mean |o|^2 over the newest 64 tokens and all heads
 
@@ -136,9 +136,9 @@ class BudgetedPress(OfSize):
     the next turn. The cache never exceeds the size, and is normally smaller by at most 1% or one pair of every head. It is
     smaller by more if all pairs fit into some width but not into the next wider one, or if layers keep all their pairs, which
     then need no indexes. Where keys have a large bias (`QuantisingPress`), it and its tables of angles come on top. Bytes that
-    do not hold 16 pairs per head in 4 bits are refused. Generated tokens are added to the size, in the bits of the prompt. A
-    further turn of several tokens is cut to the size together with all earlier pairs, and encoded to its last pair. With
-    `smaller`, the size then refers to all tokens seen, so the cache grows with them; with `bytes`, it stays the same.
+    do not hold 16 pairs per head in the fewest bits are refused. Generated tokens are added to the size, in the bits of the
+    prompt. A further turn of several tokens is cut to the size together with all earlier pairs, and encoded to its last pair.
+    With `smaller`, the size then refers to all tokens seen, so the cache grows with them; with `bytes`, it stays the same.
 
     Paper: none.
     Differs from the paper: nothing.
@@ -179,10 +179,11 @@ class FrontierPress(OfSize):
     `BudgetedPress` around `RefitPress` around `KVzipPress`: the model reads its prompt a second time, in chunks of 256 tokens;
     the pairs with the most attention from it stay, weighted by the output of the value, for which heads and layers compete;
     their values and log-weights are solved for with 128 to 512 queries of each head from the second reading; and they are
-    stored in 4 bits, keys rounded for the same queries, or in 8 bits where a cache is at most 6 times smaller. `smaller` is the
-    factor from the size of the dense cache to that of the compressed one, 10 by default. `bytes`, such as 512MiB, sets the size
-    instead. The prompt takes at least twice as long to read, and is uncompressed in memory until then. Where the model has no
-    output projections that can be read, the attention itself is the score.
+    stored in 4 bits, rounded for the same queries. In a 16-bit model, keys have 8 bits where a cache is at most 6 times
+    smaller, and values 3 bits from 12.4 times on. `smaller` is the factor from the size of the dense cache to that of the
+    compressed one, 10 by default. `bytes`, such as 512MiB, sets the size instead. The prompt takes at least twice as long to
+    read, and is uncompressed in memory until then. Where the model has no output projections that can be read, the attention
+    itself is the score.
 
     `reads=chunk` makes the second reading cheaper: each chunk of 256 tokens attends only to itself, to its first reading and to
     the first 4 tokens of the prompt, so that its cost grows in proportion to the prompt. It loses a little more.
@@ -197,7 +198,7 @@ class FrontierPress(OfSize):
 
     With `chunk`, the prompt is compressed while it is read, and the peak is that of the compressed cache and of `chunk` tokens:
     each chunk is a turn of its own, whose pairs are read again, chosen and encoded before the next chunk is read. Later chunks
-    attend to the compressed ones. With `bytes`, all chunks then have 4 bits.
+    attend to the compressed ones. With `bytes`, keys then have 4 bits and values 3.
 
     Paper: none; see `KVzipPress`, `RefitPress` and `RotatedPress` for the papers of its components.
     Differs from the paper: the second reading has no instruction to repeat the prompt, so that no tokenizer is needed.

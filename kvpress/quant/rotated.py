@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, ClassVar
@@ -18,20 +18,24 @@ from kvpress.cache.segment import DenseSegment, OfStreams, Segment
 from kvpress.cache.segment_attention import block_rows
 from kvpress.cache.storage import Held, part, per_pair, per_stream
 from kvpress.core.checks import Size
+from kvpress.core.least_squares import block_bytes
+from kvpress.core.refit import KEPT_DESIGNS, KeptDesigns
 from kvpress.core.registry import register
 from kvpress.observe.observer import Wanted
 from kvpress.observe.queries import QueryGram
 from kvpress.quant.bits import Bits
 from kvpress.quant.hadamard import hadamard
 from kvpress.quant.press import QuantisingPress
-from kvpress.quant.rounding import QueryMetric
+from kvpress.quant.rounding import QueryMetric, compensated, rounding_order
 
 ROUNDS = 3
 """Rounds that fit codes and steps to each other; one more round changes the error by less than 1%."""
 WEIGHED_BITS = (3, 4)
 """Bits at which keys are rounded for the queries of the prompt; with fewer, other queries lose more than these gain."""
 GRAM = Wanted(QueryGram)
-"""Observer that the codec rounds with."""
+"""Observer that the codec rounds keys with."""
+COMPENSATED_BITS = (2, 3)
+"""Bits at which values are rounded for the queries of a refit; with 4, the errors of values hardly change answers."""
 
 
 @register("rotated", "quantise", example="rotated:bits=3", status="recommended")
@@ -45,9 +49,11 @@ class RotatedPress(QuantisingPress):
     The step a of a vector starts at the best step for Gaussian channels; then codes and step are fitted to each other by
     least squares. Keys of a prompt in 3 or 4 bits are rounded for the queries q of the prompt and of the head's group: the
     error e of a key is measured as the sum of (q . e)^2, channels are rounded one after another, and later ones make up for the
-    errors of earlier ones. This changes codes and steps only, not what is stored; keys of generated tokens, and those of models
-    that read their cache by themselves, are rounded to the nearest code. `bits` is the number of bits of a code, for keys and
-    for values alike. A pair takes 2 (bits D + 16) bits.
+    errors of earlier ones. Values of a prompt in 2 or 3 bits that `RefitPress` solves for are rounded for the outputs of its
+    queries: in 16 steps, each for every 16th pair, after which the values that remain are solved for again, with the ridge of
+    the refit. This changes codes and steps only, not what is stored; pairs of generated tokens, and those of models that read
+    their cache by themselves, are rounded to the nearest code. `bits` is the number of bits of a code, for keys and for values
+    alike. A pair takes 2 (bits D + 16) bits.
     Every pair has its own steps, so a prompt is encoded to its last pair. If D is not a power of two, H consists of blocks.
     The newest `residual_length` pairs and the first `sinks` stay dense, and up to 31 more while tokens are generated (255 on
     a GPU).
@@ -82,7 +88,8 @@ class CentredCodec(Codec):
 
     @property
     def aids(self) -> tuple[Wanted, ...]:
-        return (GRAM,) if self.bits[0] in WEIGHED_BITS else ()
+        keys = (GRAM,) if self.bits[0] in WEIGHED_BITS else ()
+        return (*keys, KEPT_DESIGNS) if self.bits[1] in COMPENSATED_BITS else keys
 
     def encode(self, segment: DenseSegment, sealing: Sealing) -> Segment:
         # The centre of a segment with the same bits comes last and wins, so that the new segment can be joined to it.
@@ -107,8 +114,38 @@ class CentredCodec(Codec):
         if sealing.trial:  # only keys are read
             values = SteppedRows.zeros(segment.values, value_bits)
         else:
-            values = SteppedRows.encode(segment.values, centres[1], layout, value_bits)
+            fitted = not sealing.generated and value_bits in COMPENSATED_BITS
+            designs: KeptDesigns | None = sealing.observers.get(KEPT_DESIGNS) if fitted else None
+            side = segment.values if designs is None else self._compensated(segment, centres[1], designs)
+            values = SteppedRows.encode(side, centres[1], layout, value_bits)
         return RotatedSegment(keys, values, layout, segment.keys.dtype, centres[0], centres[1])
+
+    def _compensated(self, segment: DenseSegment, centre: Tensor, designs: KeptDesigns) -> Tensor:
+        """Return values `[R, D]`, float32, whose nearest codes give the queries of a refit nearly the outputs of the values."""
+        layout, values = segment.layout, segment.values.to(torch.float32, copy=True)
+        taken = {n: designs.take(n) for n, length in enumerate(layout.lengths) if length}
+        fitted = {n: design for n, design in taken.items() if design is not None}
+        basis = hadamard(values.shape[1], values.device)
+        for streams in _together(list(fitted), layout, values.device):
+            order, slices = rounding_order(max(layout.lengths[n] for n in streams), values.device)
+            gram = torch.eye(len(order), device=values.device).repeat(len(streams), 1, 1)
+            y = values.new_zeros(len(streams), len(order), values.shape[1])
+            rows = {n: torch.where(order < layout.lengths[n])[0] for n in streams}
+            for index, (n, places) in enumerate(rows.items()):
+                design, ridge, unit = fitted[n]
+                end = len(design.keys) - self.residual  # encoded are the newest pairs before those that stay dense
+                pairs = order[places] + end - layout.lengths[n]
+                gram[index, places[:, None], places] = design.part(pairs).ridged_gram(ridge, unit)
+                y[index, places] = (values[layout.rows(n)][order[places]] - centre[n].float()) @ basis
+            y = compensated(y, gram, slices, self._nearest_values)
+            for index, (n, places) in enumerate(rows.items()):
+                values[layout.rows(n).start + order[places]] = y[index, places] @ basis.T + centre[n].float()
+        return values
+
+    def _nearest_values(self, y: Tensor) -> Tensor:
+        """Return centred, rotated values `[N, l, D]`, rounded to the nearest codes."""
+        z, step = _nearest(y.flatten(0, 1), self.bits[1])
+        return (z * step).view_as(y)
 
     def pair_bytes(self, dim: int, dtype: torch.dtype) -> float:
         return dim * sum(self.bits) / 8 + 4
@@ -228,6 +265,20 @@ def _by_stream(layout: OfStreams, ranks: int, device: torch.device) -> Iterator[
     for begin in range(0, layout.longest, ranks):
         rank = torch.arange(begin, min(begin + ranks, layout.longest), device=device)
         yield (starts[:, None] + rank).clamp_max(layout.total - 1), rank < lengths[:, None]
+
+
+def _together(streams: Sequence[int], layout: OfStreams, device: torch.device) -> Iterator[list[int]]:
+    """Yield streams whose Gram matrices are factored together: one on a CPU, as many as fit into a block on a GPU."""
+    limit = 0 if device.type == "cpu" else block_bytes(device)
+    batch: list[int] = []
+    for n in streams:
+        longest = max(layout.lengths[other] for other in (*batch, n))
+        if batch and 4 * (len(batch) + 1) * longest**2 > limit:
+            yield batch
+            batch = []
+        batch.append(n)
+    if batch:
+        yield batch
 
 
 def _means(side: Tensor, segment: DenseSegment) -> Tensor:

@@ -1,7 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounding of codes for the queries that will read them: errors of a key end up where its queries hardly look."""
+"""Rounding of codes for the queries that will read them.
+
+Errors of a key end up in channels that queries hardly look at, and errors of values cancel out in the outputs of queries.
+"""
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,6 +18,8 @@ TOGETHER = 16
 """Channels whose errors are added to all later channels in one product."""
 ROUNDS = 2
 """Rounds that fit codes and steps to each other."""
+STEPS = 16
+"""Steps in which values are rounded; the values of one step make up for the errors of all steps before."""
 
 
 class QueryMetric:
@@ -86,3 +94,35 @@ class QueryMetric:
 def _rows(a: Tensor, b: Tensor) -> Tensor:
     """Return the inner products `[N, L, 1]` of the rows of two tensors."""
     return (a * b).sum(dim=2, keepdim=True)
+
+
+def rounding_order(length: int, device: torch.device) -> tuple[Tensor, list[slice]]:
+    """Return a permutation of pairs `[length]`, and the slices of it that `compensated` rounds together, in order of rounding.
+
+    A slice holds every 16th pair, so that the neighbours of a pair can make up for its error.
+    """
+    order = torch.cat([torch.arange(first, length, STEPS, device=device) for first in range(min(STEPS, length))])
+    ends = [sum(len(range(first, length, STEPS)) for first in range(last)) for last in range(min(STEPS, length) + 1)]
+    return order, [slice(start, stop) for start, stop in itertools.pairwise(ends)][::-1]
+
+
+@torch.no_grad()
+def compensated(y: Tensor, gram: Tensor, slices: list[slice], decoded: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return values whose nearest codes give queries nearly the outputs of the values `y`.
+
+    With the errors E of all values, the sum of `tr(E^T G E)` is small, where G are the second moments of the attention weights
+    of the queries on the pairs. After a slice is rounded, the values that remain are solved for again.
+
+    Args:
+        y: values `[N, L, D]`, float32.
+        gram: G with a ridge `[N, L, L]`, of which the lower triangle is read.
+        slices: pairs that are rounded together, in order, the last pairs first.
+        decoded: rounds values `[N, l, D]` to the nearest codes.
+    """
+    y, factor = y.clone(), torch.linalg.cholesky(gram)
+    for pairs in slices:
+        left = slice(0, pairs.start)
+        if pairs.start:
+            error = y[:, pairs] - decoded(y[:, pairs])
+            y[:, left] += torch.cholesky_solve(gram[:, pairs, left].mT @ error, factor[:, left, left])
+    return y

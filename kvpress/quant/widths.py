@@ -18,6 +18,7 @@ from kvpress.cache.report import format_bytes
 from kvpress.cache.segment import SLOT, DenseSegment, Segment
 from kvpress.core.amount import Amount
 from kvpress.core.model import LayerFacts, ModelFacts
+from kvpress.core.refit import KEPT_DESIGNS
 from kvpress.observe.observer import Wanted
 from kvpress.observe.view import View
 from kvpress.quant.rotated import GRAM, CentredCodec, RotatedSegment
@@ -26,7 +27,7 @@ Width: TypeAlias = tuple[int, int]
 """Bits per channel of keys and of values."""
 DENSE: Width = (16, 16)
 """Width of pairs that stay dense."""
-WIDTHS: dict[Width, float] = {(8, 8): 8.6, (8, 4): 2.6, (4, 4): 0.0}
+WIDTHS: dict[Width, float] = {(8, 8): 8.6, (8, 4): 2.6, (4, 4): 1.3, (4, 3): 0.0}
 """Widths of encoded pairs, and the least bits available per uncompressed number at which they are used."""
 GROUP = 32
 """Number of generated tokens that are encoded together."""
@@ -176,8 +177,8 @@ class SizeLimit:
             windows = f", and layers with a sliding window take {sliding} bytes of it" if sliding else ""
             raise ValueError(
                 f"bytes={self.bytes} is too small for a prompt of {tokens} tokens: {kept} pairs of each of {self.streams} "
-                f"heads stay, in {min(WIDTHS)[0]} bits{windows}, so give at least {int(needed) + 1} "
-                f"({format_bytes(needed)})"
+                f"heads stay, keys in {min(WIDTHS)[0]} bits and values in {min(WIDTHS)[1]}{windows}, so give at least "
+                f"{int(needed) + 1} ({format_bytes(needed)})"
             )
 
 
@@ -234,7 +235,7 @@ class FittingCodec(Codec):
 
     @property
     def aids(self) -> tuple[Wanted, ...]:
-        return (GRAM,)
+        return GRAM, KEPT_DESIGNS
 
     def at(self, tokens: int) -> Codec:
         width = self.room.fitting(tokens)

@@ -219,7 +219,7 @@ def test_a_call_by_hand_is_refused() -> None:
         kvpress.get_press("refit(random:0.5)").compress(None, None, keys, keys, None, {})
 
 
-@pytest.mark.parametrize("press", ["frontier:smaller=20", "attention_matching:0.5"])
+@pytest.mark.parametrize("press", ["frontier:smaller=20", "frontier:smaller=40", "attention_matching:0.5"])
 def test_a_prompt_may_be_read_with_gradients(press: str) -> None:
     model, ids = tiny_model("llama"), tokens(1, 190)
     caches = []

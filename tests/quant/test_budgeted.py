@@ -69,7 +69,7 @@ def test_a_model_may_be_in_another_dtype_than_its_configuration(size: str, dtype
     assert Geometry.of(model).dtype == dtype
 
 
-@pytest.mark.parametrize("spec", ["frontier:smaller=12", "frontier:smaller=12,passes=3"])
+@pytest.mark.parametrize("spec", ["frontier:smaller=12", "frontier:smaller=40", "frontier:smaller=12,passes=3"])
 def test_rows_are_compressed_as_alone(spec: str) -> None:
     model = tiny_model("llama")
     ids, mask = padded_batch([400, 310, 333])
@@ -185,7 +185,9 @@ def test_a_factor_that_windows_keep_from_being_reached_is_warned_of_once() -> No
 def test_bytes_that_hold_sixteen_pairs_are_the_least() -> None:
     """The error names a size; that size works, and one byte less does not."""
     model, ids = tiny_model("llama"), tokens(1, 300)
-    with pytest.raises(ValueError, match="16 pairs of each of 6 heads stay, in 4 bits") as refused:
+    with pytest.raises(
+        ValueError, match="16 pairs of each of 6 heads stay, keys in 4 bits and values in 3,"
+    ) as refused:
         plan(kvpress.FrontierPress(bytes=1), Geometry.of(model.config), 300)
     smallest = int(re.search(r"at least (\d+)", str(refused.value))[1])  # type: ignore[index]
     with kvpress.FrontierPress(bytes=smallest)(model) as session:
@@ -215,8 +217,8 @@ def test_a_prompt_that_fits_stays_as_it_is() -> None:
 
 def test_rows_of_a_batch_have_bits_of_their_own() -> None:
     """Rows have widths of their own, and the same logits as each alone, 40 tokens on; the last one stays dense."""
-    model, lengths, longest = tiny_model("llama"), (900, 80, 40, 12), 900
-    ids, mask = tokens(4, longest), torch.ones(4, longest, dtype=torch.long)
+    model, lengths, longest = tiny_model("llama"), (900, 220, 80, 40, 12), 900
+    ids, mask = tokens(5, longest), torch.ones(5, longest, dtype=torch.long)
     for row, length in enumerate(lengths):
         mask[row, : longest - length] = 0
     options = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False}
@@ -225,7 +227,7 @@ def test_rows_of_a_batch_have_bits_of_their_own() -> None:
     with press(model) as session:
         together = model.generate(ids, attention_mask=mask, **options)
     stores = [layer.store for layer in session.cache.layers]
-    assert [widths_held(store.segments, 2) for store in stores] == [{0: (4, 4), 1: (8, 4), 2: (8, 8)}] * 3
+    assert [widths_held(store.segments, 2) for store in stores] == [{0: (4, 3), 1: (4, 4), 2: (8, 4), 3: (8, 8)}] * 3
     for row, length in enumerate(lengths):
         with press(model) as row_session:
             alone = model.generate(ids[row : row + 1, longest - length :], **options)

@@ -87,12 +87,12 @@ def test_a_prompt_of_one_chunk_is_read_at_once() -> None:
     assert positions(read(model, "frontier:smaller=10,chunk=200", ids)) == expected
 
 
-def test_chunks_in_a_size_have_four_bits() -> None:
+def test_chunks_in_a_size_have_the_fewest_bits() -> None:
     model, ids = tiny_model("llama"), tokens(1, 360)
     cache = read(model, "frontier:bytes=60KB,chunk=64", ids)
     assert kvpress.memory_report(cache).total_bytes <= 60_000
     held = [widths_held(layer.store.sealed, layer.store.heads) for layer in cache.layers]
-    assert held == [{0: (4, 4)}] * 3
+    assert held == [{0: (4, 3)}] * 3
 
 
 @pytest.mark.parametrize("spec", ["frontier:smaller=5", "frontier:bytes=100KB"])

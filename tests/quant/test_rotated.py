@@ -248,7 +248,7 @@ def test_without_preference_among_channels_rounding_to_the_nearest_code_is_best(
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-@pytest.mark.parametrize("spec", ["rotated:bits=4,residual_length=0", "frontier:smaller=20"])
+@pytest.mark.parametrize("spec", ["rotated:bits=4,residual_length=0", "frontier:smaller=20", "frontier:smaller=40"])
 def test_the_queries_are_watched_and_their_moments_dropped_with_the_prompt(
     family: str, spec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
