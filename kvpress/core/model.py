@@ -15,6 +15,11 @@ from kvpress.observe.shards import UNDIVIDED, Shards
 GROWING = ("full_attention", "hybrid")
 """Kinds of cache layers that store a pair for every token; `hybrid` layers also store a state of fixed size."""
 
+NOT_DIFFERENTIABLE = (
+    "has cache layers that are updated in place, or that several modules share, so no gradient can pass through them"
+)
+"""Reason, after the name of a model, why its cache has no gradients."""
+
 VISION = ("image", "video")
 """Kinds of input besides text that tokens can stand for."""
 
@@ -103,6 +108,8 @@ class ModelFacts:
     """Token ids that stand for images and videos in a prompt, by kind; empty for text models."""
     positions: int | None = None
     """Number of positions that the model supports; None without a limit."""
+    differentiable: bool = True
+    """Gradients can pass through the cache: no layer is updated in place, and none is shared by several modules."""
 
     @property
     def loaded(self) -> bool:

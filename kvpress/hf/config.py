@@ -23,6 +23,8 @@ ATTENTION = ("full_attention", "sliding", "chunked", "hybrid")
 """Parts of the names of layer types that store keys and values."""
 NO_PAIRS = "dummy"
 """Layer type of transformers for layers without a cache."""
+APPENDED = {"full_attention", "sliding_attention", "chunked_attention", NO_PAIRS}
+"""Layer types whose cache layers get new tensors with new pairs; others have states that are updated in place."""
 HUB_SECONDS = 5
 """Timeout in seconds of the request whether the hub has a model."""
 
@@ -57,14 +59,17 @@ def build_facts(config: PreTrainedConfig, name: str, layers: list[LayerFacts]) -
     dtype = getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.bfloat16
     window = getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None) or 0
     cache_dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    kinds = layer_types(text)
+    shared = any(getattr(layer.module, "store_full_length_kv", False) for layer in layers)
     return ModelFacts(
         name,
         tuple(layers),
         cache_dtype,
-        len(layer_types(text)),
+        len(kinds),
         window,
         vision=vision_tokens(config),
         positions=positions_of(config),
+        differentiable=not shared and APPENDED.issuperset(kinds),
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpress.core.checks import Count
-from kvpress.core.model import ModelFacts
+from kvpress.core.model import NOT_DIFFERENTIABLE, ModelFacts
 from kvpress.core.recipe import Recipe
 from kvpress.core.registry import Exemption, Refusal, register
 from kvpress.observe.call import LayerCall
@@ -18,6 +18,8 @@ from kvpress.observe.passes import Pass
 from kvpress.presses.criticalkv import check_outputs
 from kvpress.presses.kvzip import KVzipPress, add_repeated_queries
 from kvpress.presses.repetition import RepetitionScores
+
+FIX = "use kvzip, or frontier with passes=2, which need no gradient"
 
 
 @register(
@@ -52,8 +54,8 @@ class KVgradPress(KVzipPress):
 
     A prompt costs three to four times its prefill. The graph of one chunk is in memory at a time: its activations in all
     layers. In a later turn, whose cache has sealed pairs already, the graph also has their attention weights. Smaller chunks
-    need less memory, and more passes over the prompt. Gradients that overflow, as those of a float16 model may, raise a
-    FloatingPointError.
+    need less memory, and more passes over the prompt. phi is divided by a power of two while it is differentiated, so that
+    gradients of a float16 model stay in range; those that overflow all the same raise a FloatingPointError.
 
     Paper: KVgrad, 2026, https://openreview.net/forum?id=cg1wTCJjjk; formulas and defaults from NVIDIA kvpress 0.5.5.
     Differs from the paper: nothing in the scores; each row of a batch is scored on its own, and evicted pairs are freed.
@@ -65,6 +67,8 @@ class KVgradPress(KVzipPress):
 
     def recipe(self, model: ModelFacts | None = None) -> Recipe:
         check_outputs(model)
+        if model is not None and not model.differentiable:
+            raise NotImplementedError(f"{model.name} {NOT_DIFFERENTIABLE}; {FIX}")
         return super().recipe(model)
 
     def parts(self, prefill: Pass) -> int:
@@ -76,15 +80,25 @@ class KVgradPress(KVzipPress):
         outputs = [call.output if isinstance(call.output, Tensor) else call.output[0] for call in calls]
         with torch.inference_mode(False), torch.enable_grad():
             real = torch.arange(ids.shape[1]) < scores.text_lengths.clone()
-            objective = (hidden.float().square().sum(dim=-1) * real.to(hidden.device)).sum()
+            states = hidden.float()
+            scale = _scale(states.detach())
+            objective = (states * (scale * states) * real.to(hidden.device)[..., None]).sum()
             gradients = torch.autograd.grad(objective, outputs)
         finite = [gradient.isfinite().all().to(hidden.device) for gradient in gradients]
         if not bool(torch.stack(finite).all()):  # one wait for a GPU
             raise FloatingPointError(
-                f"gradients overflow in {hidden.dtype}, so that pairs would be scored by NaN: load the model in bfloat16 or "
-                "float32, or use kvzip, or frontier with passes=2, which need none"
+                f"gradients overflow in {hidden.dtype}, although they are scaled, so that pairs would be scored by NaN: load "
+                f"the model in bfloat16 or float32, or {FIX}"
             )
         for call, gradient in zip(calls, gradients, strict=True):
             detached = replace(call, queries=call.queries.detach())
-            scores.take_in(detached, 1 / gradient.float().norm(dim=-1))
+            scores.take_in(detached, scale.to(gradient.device) / gradient.float().norm(dim=-1))
             add_repeated_queries(detached, place)
+
+
+def _scale(hidden: Tensor) -> Tensor:
+    """Return the power of two that brings the largest of the last hidden states, and of their gradients, to about 1.
+
+    Products with it are exact. Residual streams have numbers above 1000, whose gradients grow towards the first layer.
+    """
+    return torch.exp2(-hidden.abs().amax().clamp_min(torch.finfo(torch.float32).tiny).log2().ceil())

@@ -123,23 +123,26 @@ class CentredCodec(Codec):
     def _compensated(self, segment: DenseSegment, centre: Tensor, designs: KeptDesigns) -> Tensor:
         """Return values `[R, D]`, float32, whose nearest codes give the queries of a refit nearly the outputs of the values."""
         layout, values = segment.layout, segment.values.to(torch.float32, copy=True)
+        device, basis = values.device, hadamard(values.shape[1], values.device)
         taken = {n: designs.take(n) for n, length in enumerate(layout.lengths) if length}
-        fitted = {n: design for n, design in taken.items() if design is not None}
-        basis = hadamard(values.shape[1], values.device)
-        for streams in _together(list(fitted), layout, values.device):
-            order, slices = rounding_order(max(layout.lengths[n] for n in streams), values.device)
-            gram = torch.eye(len(order), device=values.device).repeat(len(streams), 1, 1)
+        fitted = {n: kept for n, kept in taken.items() if kept is not None}
+        for streams in _together(list(fitted), layout, device):
+            order, slices = rounding_order(max(layout.lengths[n] for n in streams))
+            gram = torch.eye(len(order), device=device).repeat(len(streams), 1, 1)
             y = values.new_zeros(len(streams), len(order), values.shape[1])
-            rows = {n: torch.where(order < layout.lengths[n])[0] for n in streams}
-            for index, (n, places) in enumerate(rows.items()):
-                design, ridge, unit = fitted[n]
-                end = len(design.keys) - self.residual  # encoded are the newest pairs before those that stay dense
-                pairs = order[places] + end - layout.lengths[n]
-                gram[index, places[:, None], places] = design.part(pairs).ridged_gram(ridge, unit)
-                y[index, places] = (values[layout.rows(n)][order[places]] - centre[n].float()) @ basis
+            indexes = []
+            for index, n in enumerate(streams):
+                length = layout.lengths[n]
+                places = torch.where(order < length)[0]  # on the host, which would wait for a GPU
+                ranks, places = order[places].to(device), places.to(device)
+                rows, (design, ridge, unit) = layout.rows(n).start + ranks, fitted[n]
+                encoded = len(design.keys) - self.residual - length  # rank of the first pair; the newest stay dense
+                gram[index, places[:, None], places] = design.part(encoded + ranks).ridged_gram(ridge, unit)
+                y[index, places] = (values[rows] - centre[n].float()) @ basis
+                indexes.append((places, rows))
             y = compensated(y, gram, slices, self._nearest_values)
-            for index, (n, places) in enumerate(rows.items()):
-                values[layout.rows(n).start + order[places]] = y[index, places] @ basis.T + centre[n].float()
+            for n, rounded, (places, rows) in zip(streams, y, indexes, strict=True):
+                values[rows] = rounded[places] @ basis + centre[n].float()
         return values
 
     def _nearest_values(self, y: Tensor) -> Tensor:

@@ -96,12 +96,12 @@ def _rows(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).sum(dim=2, keepdim=True)
 
 
-def rounding_order(length: int, device: torch.device) -> tuple[Tensor, list[slice]]:
+def rounding_order(length: int) -> tuple[Tensor, list[slice]]:
     """Return a permutation of pairs `[length]`, and the slices of it that `compensated` rounds together, in order of rounding.
 
     A slice holds every 16th pair, so that the neighbours of a pair can make up for its error.
     """
-    order = torch.cat([torch.arange(first, length, STEPS, device=device) for first in range(min(STEPS, length))])
+    order = torch.cat([torch.arange(first, length, STEPS) for first in range(min(STEPS, length))])
     ends = [sum(len(range(first, length, STEPS)) for first in range(last)) for last in range(min(STEPS, length) + 1)]
     return order, [slice(start, stop) for start, stop in itertools.pairwise(ends)][::-1]
 

@@ -17,6 +17,8 @@ from kvpress import KVgradPress
 from kvpress.core.recipe import PassHook, Recipe
 from kvpress.observe.call import LayerCall
 from kvpress.observe.passes import Pass
+from kvpress.plan import Geometry, plan
+from kvpress.presses import kvgrad
 from kvpress.presses.criticalkv import output_weight
 from kvpress.testing.oracle import decode_both
 from tests.caches import prefill
@@ -192,14 +194,51 @@ def test_configuration() -> None:
         KVgradPress(0.5, chunk_size=0)
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "gemma4_text"])
 @pytest.mark.parametrize("spec", ["kvgrad:0.5,repeat_prompt=", "frontier:smaller=4,passes=3"])
-def test_gradients_that_overflow_are_refused(spec: str) -> None:
-    model = copy.deepcopy(tiny_model("llama")).half()
+def test_models_without_gradients_are_refused_before_anything_is_read(spec: str, family: str) -> None:
+    model, press = tiny_model(family), kvpress.get_press(spec)
+    with pytest.raises(NotImplementedError, match=f"{type(model).__name__} .* no gradient .* frontier with passes=2"):
+        press(model).__enter__()
+    with kvpress.get_press(spec.replace("kvgrad", "kvzip").replace("passes=3", "passes=2"))(model):
+        model.generate(tokens(1, 60), max_new_tokens=1, do_sample=False)
+    if family == "qwen3_next":  # a configuration does not have which modules share pairs
+        with pytest.raises(NotImplementedError, match="no gradient"):
+            plan(spec, Geometry.of(model.config), 100)
+
+
+def steep_model() -> Any:
+    """A model whose last hidden states are large, so that their squares have gradients above the range of float16."""
+    model = copy.deepcopy(tiny_model("llama"))
     with torch.no_grad():
         model.model.layers[-1].mlp.down_proj.weight *= 10
-        assert model(tokens(1, 60)).logits.isfinite().all()
+    return model
+
+
+@pytest.mark.parametrize("spec", ["kvgrad:0.5,repeat_prompt=", "frontier:smaller=4,passes=3"])
+def test_gradients_that_overflow_are_refused(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = steep_model().half()
+    assert model(tokens(1, 60)).logits.isfinite().all()
+    monkeypatch.setattr(kvgrad, "_scale", lambda hidden: hidden.new_ones(()))
     with (
         pytest.raises(FloatingPointError, match=r"overflow in torch\.float16, .* in bfloat16"),
         kvpress.get_press(spec)(model),
     ):
         model.generate(tokens(1, 60), max_new_tokens=1, do_sample=False)
+
+
+def test_gradients_stay_in_the_range_of_float16() -> None:
+    """They are scaled before they are rounded, so that a float16 model keeps nearly the pairs of its float32 twin."""
+    press = kvpress.get_press("kvgrad:0.6,repeat_prompt=")
+    exact, half = (
+        [set(map(int, head)) for layer in kvpress.kept_positions(cache) for row in layer for head in row]
+        for cache in (prefill(model, press, tokens(2, 90)) for model in (steep_model(), steep_model().half()))
+    )
+    assert sum(len(ours & others) for ours, others in zip(exact, half, strict=True)) > 0.97 * sum(map(len, exact))
+
+
+@pytest.mark.parametrize("largest", [0.0, 1e-30, 0.7, 1.0, 3e4])
+def test_the_scale_of_gradients_is_a_power_of_two(largest: float) -> None:
+    scale = float(kvgrad._scale(torch.tensor([[-largest, largest / 2]])))
+    assert torch.frexp(torch.tensor(scale))[0] == 0.5
+    assert not largest or 0.5 <= largest * scale <= 1

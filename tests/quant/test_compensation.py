@@ -44,7 +44,7 @@ def grid(values: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 100])
 def test_every_pair_is_rounded_once_and_neighbours_apart(length: int) -> None:
-    order, slices = rounding_order(length, CPU)
+    order, slices = rounding_order(length)
     assert sorted(order.tolist()) == list(range(length))
     assert torch.cat([order[pairs] for pairs in slices[::-1]]).tolist() == order.tolist()
     together = [order[pairs].tolist() for pairs in slices]
@@ -57,7 +57,7 @@ def test_values_that_remain_are_solved_for_after_every_slice(length: int) -> Non
     y = torch.randn(length, 8, generator=torch.Generator().manual_seed(1))
     gram = design_of(length, 0).ridged_gram(1.0, design_of(length, 0).mean_diagonal())
     whole = gram.double().tril() + gram.double().tril(-1).T
-    _, slices = rounding_order(length, CPU)
+    _, slices = rounding_order(length)
     rounded, now = torch.zeros(length, 8, dtype=torch.float64), y.double().clone()
     for pairs in slices:
         rounded[pairs] = grid(now[pairs])
@@ -72,7 +72,7 @@ def test_values_that_remain_are_solved_for_after_every_slice(length: int) -> Non
 def test_streams_are_rounded_together_as_alone() -> None:
     """Missing pairs of shorter streams have a row of the identity and zeros for values."""
     lengths = [40, 33]
-    order, slices = rounding_order(40, CPU)
+    order, slices = rounding_order(40)
     gram, y = torch.eye(40).repeat(2, 1, 1), torch.zeros(2, 40, 8)
     alone = []
     for n, length in enumerate(lengths):

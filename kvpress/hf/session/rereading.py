@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from kvpress.core.model import NOT_DIFFERENTIABLE
 from kvpress.hf.cache.layer import PressLayer
 from kvpress.hf.models import with_cache
 from kvpress.hf.session.base import BaseSession
@@ -61,7 +62,7 @@ class DecoderReader:
     def read_differentiably(self, done: Pass, ids: Tensor, watch: Watch) -> Tensor:
         """Read `ids [B, m]` after the cache of a pass under autograd; return the output `[B, m, hidden]` of the last layer."""
         session = self.session
-        check_appends(session, done.cache, "use kvzip, or frontier with passes=2, which need none")
+        check_appends(session, done.cache, "use a press that needs no gradient")
         other_layers = _other_states(done.cache)
         outputs: list[Tensor] = []
         forward = Forward(session, watch=watch, differentiable=True)
@@ -156,10 +157,7 @@ def check_appends(session: BaseSession, cache: Any, fix: str) -> None:
         NotImplementedError: layers are updated in place, or several modules share their pairs; the message ends with `fix`.
     """
     if session.lends or any(not _appends(layer) for layer in cache.layers):
-        raise NotImplementedError(
-            f"{type(session.model).__name__} has cache layers that are updated in place, or that several modules share, so no "
-            f"gradient can pass through them; {fix}"
-        )
+        raise NotImplementedError(f"{type(session.model).__name__} {NOT_DIFFERENTIABLE}; {fix}")
 
 
 def _other_states(cache: Any) -> list[tuple[Any, dict[str, Any]]]:
