@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Table of `kvpress fidelity --out FILE` for a page: divergence, its worst text, and the change of perplexity.
 
-    python -m benchmarks.fidelity_table benchmarks/results/fidelity_smollm2_essays.json
+    python -m benchmarks.fidelity_table benchmarks/results/fidelity_smollm2_essays.json [LATER.json ...]
 
-Tables of running text in `docs/real-models.md` are made so.
+Tables of running text in `docs/real-models.md` are made so. Rows of a later file replace those of the same press.
 """
 
 from __future__ import annotations
@@ -16,7 +16,22 @@ from typing import Any
 
 from kvpress_eval.report.table import markdown
 
+SETTINGS = ("weights", "dtype", "context", "tokens", "first_tokens", "text", "texts")
+"""Fields of a record that figures of several files must share."""
 HEADINGS = ("press", "smaller", "KL mean", "KL worst text", "KL first 16", "same top token %", "perplexity %", "95%")
+
+
+def joined(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the rows of all records, one for each press, the last one where several have it.
+
+    Raises:
+        ValueError: the records differ in model, texts or lengths.
+    """
+    records = list(records)
+    settings = [{name: record[name] for name in SETTINGS} for record in records]
+    if any(other != settings[0] for other in settings):
+        raise ValueError(f"the files differ in {', '.join(SETTINGS)}, so that their presses do not compare: {settings}")
+    return list({row["press"]: row for record in records for row in record["rows"]}.values())
 
 
 def to_markdown(rows: Iterable[Mapping[str, Any]]) -> str:
@@ -42,8 +57,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="+")
-    for file in parser.parse_args().files:
-        print(to_markdown(json.loads(file.read_text())["rows"]))
+    print(to_markdown(joined(json.loads(file.read_text()) for file in parser.parse_args().files)))
 
 
 if __name__ == "__main__":

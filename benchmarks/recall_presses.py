@@ -8,10 +8,13 @@
     python -m benchmarks.recall_presses recommended --out prose.json --filler essays --contexts 40
     python -m benchmarks.recall_presses sizes --out essays.json --filler essays --contexts 40 --take prose.json
     python -m benchmarks.recall_presses gradient --out gradient.json --contexts 40
-    python -m benchmarks.recall_presses longer --out longer.json --length 2048 --contexts 10
+    python -m benchmarks.recall_presses narrow --out narrow.json --contexts 40
+    python -m benchmarks.recall_presses widths --out widths.json --contexts 10
+    python -m benchmarks.recall_presses longer --out longer.json --length 2048 --contexts 40
     python -m benchmarks.recall_presses seen --out seen.json --question-aware
     python -m benchmarks.recall_presses fitted --out fitted.json   (with predictors.safetensors and rotations.safetensors here)
     python -m benchmarks.recall_presses calibrated --out calibrated.json   (in the folder of `benchmarks.calibrations`)
+    python -m benchmarks.recall_presses single --out single.json --length 2048 --contexts 8   (in the same folder)
     python -m benchmarks.recall_table half.json --by-size
 
 `half` keeps half of the pairs where a press has a ratio, and its own default size otherwise; `evictors` are those of its
@@ -153,6 +156,13 @@ SPARSE_PREFILL = (
 FRONTIER = tuple(f"frontier:smaller={factor}" for factor in (5, 10, 20, 50))
 GRADIENT = tuple(f"{press},passes=3" for press in FRONTIER)
 SIZES = (*FRONTIER[:3], "budgeted(compactor):smaller=10")
+NARROW = (
+    *FRONTIER[2:],
+    "budgeted(compactor):smaller=20",
+    "budgeted(kvzip:repeat_prompt=):smaller=20",
+    "budgeted(refit(kvzip:repeat_prompt=,layerwise=true):ridge=1.0):smaller=20",
+)
+"""Sizes at which values have 3 bits."""
 RECOMMENDED = (
     "kvzip:0.5",
     "frontier:smaller=10",
@@ -162,6 +172,7 @@ RECOMMENDED = (
     "keydiff:0.5",
     "quest:budget=128,page_size=4",
 )
+GATES = "fastkvzip:gates=fastkvzip.safetensors"
 PREDICTORS, ROTATIONS = "calibration=predictors.safetensors", "calibration=rotations.safetensors"
 FITTED = (
     "snapkv:0.5",
@@ -207,10 +218,30 @@ CALIBRATED = (
     "double_sparsity:budget=128,channels=16,calibration=double_sparsity.safetensors",
 )
 """Presses with the files of `benchmarks.calibrations`, in the folder in which the study runs, beside others without a file."""
+PAIRS = (
+    "refit(kvzip:{},repeat_prompt=,chunk_size=256,kvzip_plus_normalization=true)"
+    ":queries=repeat,weights=true,ridge=1,tokens=512"
+)
+CODES = "rotated:bits={},sinks=1,residual_length=0"
+WIDTHS = tuple(
+    f"{PAIRS.format(ratio)} + {CODES.format(bits)}"
+    for ratios in ((0.652, 0.608), (0.753, 0.722), (0.829, 0.808), (0.936, 0.928))
+    for ratio, bits in zip(ratios, (4, "(4,3)"), strict=True)
+)
+"""`frontier` at 10, 14, 20 and 50 times smaller, with values in 4 and in 3 bits, as its components."""
+SINGLE = tuple(
+    f"budgeted(refit({scorer}):queries=prefill,ridge=1,weights=true,tokens={tokens}):smaller={smaller}"
+    for scorer, smaller in ((GATES, 10), ("compactor", 10), (GATES, 5))
+    for tokens in (128, 512)
+)
+"""`frontier` with a single reading as its components, with values that are fitted to 128 and to 512 queries of each head."""
 STUDIES: dict[str, tuple[str, ...]] = {
     "half": (*CODECS, *EVICTORS, *SELECTORS, *SPARSE_PREFILL, *REREADERS, *SIZES),
     "evictors": tuple(press for press in (*EVICTORS, *REREADERS) if HALF in press),
     "gradient": GRADIENT,
+    "narrow": NARROW,
+    "widths": WIDTHS,
+    "single": SINGLE,
     "recommended": RECOMMENDED,
     "sizes": FRONTIER,
     "longer": (*FRONTIER, "rotated:bits=4", "kvzip:0.75", *(press for press in RECOMMENDED if press not in FRONTIER)),
@@ -239,9 +270,7 @@ STUDIES: dict[str, tuple[str, ...]] = {
         "quest:budget=128",
         "quest:budget=128,page_size=4",
         "budgeted(compactor):smaller=10",
-        "budgeted(compactor):smaller=20",
-        "budgeted(kvzip:repeat_prompt=):smaller=20",
-        "budgeted(refit(kvzip:repeat_prompt=,layerwise=true):ridge=1.0):smaller=20",
+        *NARROW[2:],
     ),
     "seen": (
         "snapkv:0.75",

@@ -424,8 +424,9 @@ def test_ours_is_measured_alone_without_openvino(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_page_of_every_press_shows_the_committed_figures() -> None:
-    record = json.loads(Path("benchmarks/results/recall_smollm2_1024_half.json").read_text())
-    tables = recall_table.by_size(recall_table.joined([record])["rows"])
+    names = ("half", "half_narrow")
+    records = [json.loads(Path(f"benchmarks/results/recall_smollm2_1024_{name}.json").read_text()) for name in names]
+    tables = recall_table.by_size(recall_table.joined(records)["rows"])
     assert tables.strip() in Path("docs/accuracy.md").read_text()
 
 
@@ -453,7 +454,7 @@ def test_the_page_of_every_press_shows_the_figures_of_smaller_studies(name: str,
 @pytest.mark.parametrize(
     "names",
     [
-        ("1024_unseen",),
+        ("1024_unseen", "1024_narrow"),
         ("1024_gradient",),
         ("1024_essays",),
         ("2048_longer",),
@@ -477,8 +478,11 @@ def test_the_page_of_calibrations_shows_the_committed_times() -> None:
 
 @pytest.mark.parametrize("text", ["essays", "stdlib"])
 def test_the_page_on_a_pretrained_model_shows_the_committed_figures_of_running_text(text: str) -> None:
-    record = json.loads(Path(f"benchmarks/results/fidelity_smollm2_{text}.json").read_text())
-    assert fidelity_table.to_markdown(record["rows"]).strip() in Path("docs/real-models.md").read_text()
+    files = [Path(f"benchmarks/results/fidelity_smollm2_{name}.json") for name in (text, f"{text}_narrow")]
+    records = [json.loads(file.read_text()) for file in files]
+    assert fidelity_table.to_markdown(fidelity_table.joined(records)).strip() in Path("docs/real-models.md").read_text()
+    with pytest.raises(ValueError, match="differ in weights, dtype, context"):
+        fidelity_table.joined([records[0], {**records[1], "context": 512}])
 
 
 def test_dialogues_with_calls_are_compared_with_the_full_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

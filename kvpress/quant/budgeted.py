@@ -34,8 +34,12 @@ SMALLER = 10.0
 """Default compression factor, used if neither `smaller` nor `bytes` is set."""
 RECORDED = 4
 """Bytes of a number that an observer records with each pair."""
-CHUNK, QUERIES_READ = 256, 512
-"""Tokens of a prompt that `FrontierPress` reads again in one pass, and queries of each query head that values are fitted to."""
+CHUNK = 256
+"""Tokens of a prompt that `FrontierPress` reads again in one pass."""
+QUERIES_OF_PROMPT, QUERIES_READ = 128, 512
+"""Most queries of each query head that values are fitted to: of a single reading, and of the second one.
+
+Pairs that a single reading scores lose more than more queries bring back (docs/frontier.md)."""
 
 ENCODES = (
     Exemption(
@@ -189,8 +193,9 @@ class FrontierPress(OfSize):
     the first 4 tokens of the prompt, so that its cost grows in proportion to the prompt. It loses a little more.
 
     `passes=1` does not read the prompt a second time: `CompactorPress` scores the pairs, layers share them by their errors as
-    in `BudgetedPress`, and values and log-weights are solved for with queries of the prompt. It loses more. With `gates`, a
-    file of `kvpress calibrate fastkvzip` for the model, `FastKVzipPress` scores the pairs instead, and loses less.
+    in `BudgetedPress`, and values and log-weights are solved for with 128 queries of each head from the prompt. It loses more.
+    With `gates`, a file of `kvpress calibrate fastkvzip` for the model, `FastKVzipPress` scores the pairs instead, and loses
+    less.
 
     `passes=3` also differentiates the second reading: `KVgradPress` scores the pairs, by how much the last hidden states depend
     on them. It loses less from about 20 times smaller on. The prompt takes longer to read, and the activations of 256 tokens in
@@ -229,7 +234,7 @@ class FrontierPress(OfSize):
     def inner(self) -> BasePress:
         if self.passes == 1:
             scorer = CompactorPress() if self.gates is None else FastKVzipPress(gates=self.gates)
-            return RefitPress(scorer, queries="prefill", ridge=LEAST_RIDGE, tokens=QUERIES_READ, weights=True)
+            return RefitPress(scorer, queries="prefill", ridge=LEAST_RIDGE, tokens=QUERIES_OF_PROMPT, weights=True)
         repetition = (
             KVgradPress(repeat_prompt="", chunk_size=CHUNK)
             if self.passes == 3
