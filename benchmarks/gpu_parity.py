@@ -187,15 +187,16 @@ def uniform_cases(bits: int) -> Callable[[Sizes, str], Iterator[Case]]:
 
 def rotated_cases(sizes: Sizes, device: str) -> Iterator[Case]:
     """Rows in a Hadamard basis with one step each, as `rotated` and `frontier` store them."""
-    for bits in (2, 3, 4, 8):
+    for bits, value_bits in ((2, 2), (3, 3), (4, 3), (4, 4), (8, 4), (8, 8)):
+        name = f"{bits} bit" if bits == value_bits else f"{bits} and {value_bits} bit"
         for dim in sizes.dims:
             streams = Streams.random(sizes.lengths, 4, dim, torch.bfloat16, device, gap=5)
-            yield attention_case(
-                f"{bits} bit", f"decode {bits} bit D{dim}", CODED_LIMIT, lambda s=streams, b=bits: Rotated(s, b)
-            )
-        yield listed_case(
-            f"{bits} bit", f"select {bits} bit D{dim}", CODED_LIMIT, lambda s=streams, b=bits: Rotated(s, b)
-        )
+
+            def build(s: Streams = streams, bits: int = bits, value_bits: int = value_bits) -> Rotated:
+                return Rotated(s, bits, value_bits=value_bits)
+
+            yield attention_case(name, f"decode {name} D{dim}", CODED_LIMIT, build)
+        yield listed_case(name, f"select {name} D{dim}", CODED_LIMIT, build)
 
 
 def correction_cases(sizes: Sizes, device: str) -> Iterator[Case]:

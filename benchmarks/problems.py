@@ -258,18 +258,19 @@ def random_packed(
 class Rotated(Stored):
     """Random codes with one step per row, in a Hadamard basis, as `rotated` and `frontier` store pairs."""
 
-    def __init__(self, streams: Streams, bits: int, seed: int = 0) -> None:
+    def __init__(self, streams: Streams, bits: int, seed: int = 0, value_bits: int | None = None) -> None:
         super().__init__(streams)
         device, random = streams.q.device, generator(streams.q.device, seed)
         self.basis = kernels.Basis(rotation=hadamard(streams.dim, device))
-        shape, size = (streams.rows, streams.dim * bits // 8), 3.4 / (2**bits - 1)
 
-        def side() -> Packed:
+        def side(bits: int) -> Packed:
+            shape, size = (streams.rows, streams.dim * bits // 8), 3.4 / (2**bits - 1)
             codes = torch.randint(0, 256, shape, dtype=torch.uint8, generator=random, device=device)
             step = size * (0.75 + 0.5 * torch.rand(streams.rows, generator=random, device=device))
             return SteppedRows(codes, step.half(), bits).operand()
 
-        self.rows = as_cached(Rows(side(), side(), key_basis=self.basis, value_basis=self.basis))
+        sides = side(bits), side(bits if value_bits is None else value_bits)
+        self.rows = as_cached(Rows(*sides, key_basis=self.basis, value_basis=self.basis))
 
     def reference(self, where: Where | None = None, log_weight: Tensor | None = None, **options: Any) -> Partial:
         s, rows = self.streams, Rows(self.rows.keys, self.rows.values, log_weight)
