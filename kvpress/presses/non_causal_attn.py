@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
+from kvpress import kernels
 from kvpress.cache import attention
 from kvpress.core.checks import Count, Positive
 from kvpress.core.press import ScorerPress
@@ -133,7 +134,8 @@ class ChunkMass(Observer):
     def _mass(self, call: LayerCall, queries: Tensor, rows: list[int], tokens: int) -> Tensor:
         """Return the attention `[b, H, tokens]` to the newest `tokens` of some rows; these begin with a chunk."""
         complete = tokens // self.size * self.size
-        step = self.size * max(1, attention.BLOCK_BYTES // (4 * len(rows) * queries.shape[1] * self.size**2))
+        token_bytes = len(rows) * queries.shape[1] * queries.shape[3] * queries.element_size()
+        step = self.size * max(1, attention.BLOCK_BYTES // (self.size * token_bytes))  # bounds the copies below
         edges = [*range(0, complete, step), complete, *([tokens] if tokens > complete else [])]
         received = []
         for start, stop in itertools.pairwise(edges):
@@ -147,16 +149,18 @@ class ChunkMass(Observer):
         batch, heads, length, dim = keys.shape
         groups, chunks = queries.shape[1] // heads, length // size
         rows = queries.reshape(batch, heads, groups, chunks, size, dim).transpose(2, 3).reshape(-1, groups * size, dim)
-        keys = keys.reshape(-1, size, dim)
-        received = torch.zeros(keys.shape[:2], device=keys.device)
-        logits = call.logits if self.scale is None else replace(call.logits, scale=self.scale)
-        for block in attention.query_blocks(rows, keys):
-            scores = logits(rows[:, block], keys)
-            total = scores.logsumexp(dim=2)
-            if call.sinks is not None:
-                sinks = call.sinks.float().view(1, heads, 1, groups, 1).expand(batch, -1, chunks, -1, size)
-                total = torch.logaddexp(total, sinks.reshape(len(rows), -1)[:, block])
-            received += torch.exp(scores - total[..., None]).sum(dim=1)
+        sinks = None
+        if call.sinks is not None:
+            sinks = call.sinks.float().view(1, heads, 1, groups, 1).expand(batch, -1, chunks, -1, size)
+            sinks = sinks.reshape(len(rows), -1)
+        stored = kernels.Dense(keys.reshape(-1, dim))
+        starts = torch.arange(len(rows), device=keys.device) * size
+        scale = call.logits.scale if self.scale is None else self.scale
+        received = kernels.column_mass(
+            rows,
+            kernels.Rows(stored, stored),  # values are not read
+            kernels.Ranges(starts, torch.full_like(starts, size)),
+            kernels.Options(scale, call.logits.softcap, sinks=sinks),
+        )
         # 0 is reserved for pairs that were not read.
-        received = (received / groups).clamp_min(torch.finfo(torch.float32).tiny)
-        return received.view(batch, heads, length)
+        return (received / groups).clamp_min(torch.finfo(torch.float32).tiny).view(batch, heads, length)
