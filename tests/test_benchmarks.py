@@ -469,6 +469,16 @@ def test_the_page_on_a_pretrained_model_shows_the_committed_figures(names: tuple
     assert to_markdown(recall_table.joined(records)["rows"]).strip() in Path("docs/real-models.md").read_text()
 
 
+def test_the_page_of_frontier_shows_the_committed_figures_of_a_single_reading() -> None:
+    records = [json.loads(Path(f"benchmarks/results/recall_smollm2_{n}_single.json").read_text()) for n in (2048, 4096)]
+    kl = [{row["press"]: f"{row['kl_mean']:.4f}" for row in record["cells"][0]["rows"]} for record in records]
+    page = Path("docs/frontier.md").read_text()
+    for few, many in zip(recall_presses.SINGLE[::2], recall_presses.SINGLE[1::2], strict=True):
+        name = "gates" if recall_presses.GATES in few else "`compactor`"
+        figures = " | ".join(of_length[press] for of_length in kl for press in (few, many))
+        assert f"| {name} | {few.rpartition('=')[2]} | {figures} |" in page
+
+
 def test_the_page_of_calibrations_shows_the_committed_times() -> None:
     record = json.loads(Path("benchmarks/results/calibrations_smollm2.json").read_text())
     assert calibrations.to_markdown(record).strip() in Path("docs/calibration.md").read_text()

@@ -25,6 +25,7 @@ from kvpress.cache.selection import Selection
 from kvpress.core.press import BasePress, ComposedPress, built
 from kvpress.core.recipe import Eviction, Recipe, recipe_of
 from kvpress.hf.models import cache_place, facts_of, with_cache
+from kvpress.plan import Geometry, plan
 from kvpress.testing.comparison import Fault, Positions, explain, positions, unequal_positions
 from kvpress.testing.memory import held_by_cache
 from kvpress.testing.models import fingerprint, grow, noise, padded_batch, position_ids, tiny_models, tokens
@@ -35,6 +36,8 @@ LENGTHS = (300, 229, 152)
 """Tokens of the rows of a padded batch: enough for the default windows and dense tails, one row by an odd padding."""
 ALL_PAIRS = 10**6
 """Budget with which a selector reads all pairs."""
+PLANNED = 0.03
+"""Largest relative error of planned bytes."""
 
 
 @dataclass(frozen=True)
@@ -298,6 +301,20 @@ def check_stored_pairs(press: BasePress, model: Any, name: str) -> None:
         check_segment(segment, name)
 
 
+def check_planned_bytes(press: BasePress, model: Any, name: str) -> None:
+    """Check that `plan`, which reads `pair_bytes` of a codec and its kin, predicts the bytes that a prompt takes."""
+    cache, tokens_read = DynamicCache(config=model.config), LENGTHS[0]
+    generate(model, press, tokens(1, tokens_read, seed=2), None, max_new_tokens=1, **with_cache(cache))
+    held_size = kvpress.memory_report(cache).total_bytes
+    planned = plan(press, Geometry.of(model), tokens_read).total_bytes
+    if abs(planned - held_size) > PLANNED * held_size:
+        raise Fault(
+            name,
+            f"{held_size} bytes are held after {tokens_read} tokens, and {planned} are planned, from `pair_bytes`, "
+            "`tile_bytes`, `fixed_bytes`, `table_bytes` and `shared_bytes` of the codec",
+        )
+
+
 def check_segment(segment: Segment, name: str) -> None:
     """Check one encoded segment."""
     layout, kind = segment.layout, type(segment).__name__
@@ -415,6 +432,11 @@ CHECKS = (
     Check("memory report", check_memory),
     Check("stored pairs", check_stored_pairs, lambda recipe: recipe.codec is not None),
     Check("chosen pairs", check_choices, lambda recipe: recipe.selector is not None),
+    Check(
+        "planned bytes",
+        check_planned_bytes,
+        lambda recipe: recipe.codec is not None and all(step.is_identity for step in recipe.evictions),
+    ),
     Check("budget of all pairs", check_all_pairs, lambda recipe: recipe.selector is not None),
     Check("mask oracle", check_oracle, only_hides),
     Check("padded row", check_rows),
