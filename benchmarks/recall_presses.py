@@ -6,7 +6,7 @@
     python -m benchmarks.recall_presses evictors --ratio 0.9 --out tenth.json
     python -m benchmarks.recall_presses unseen --out unseen.json --contexts 40
     python -m benchmarks.recall_presses recommended --out prose.json --filler essays --contexts 40
-    python -m benchmarks.recall_presses sizes --out essays.json --filler essays --contexts 40 --take prose.json
+    python -m benchmarks.recall_presses sizes --out essays.json --filler essays --contexts 40
     python -m benchmarks.recall_presses gradient --out gradient.json --contexts 40
     python -m benchmarks.recall_presses narrow --out narrow.json --contexts 40
     python -m benchmarks.recall_presses widths --out widths.json --contexts 10
