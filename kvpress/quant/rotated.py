@@ -36,6 +36,8 @@ GRAM = Wanted(QueryGram)
 """Observer that the codec rounds keys with."""
 COMPENSATED_BITS = (2, 3)
 """Bits at which values are rounded for the queries of a refit; with 4, the errors of values hardly change answers."""
+MOST = 2048
+"""Most pairs of a head that make up for each other's errors, which bounds their Gram matrix."""
 
 
 @register("rotated", "quantise", example="rotated:bits=3", status="recommended")
@@ -51,9 +53,9 @@ class RotatedPress(QuantisingPress):
     error e of a key is measured as the sum of (q . e)^2, channels are rounded one after another, and later ones make up for the
     errors of earlier ones. Values of a prompt in 2 or 3 bits that `RefitPress` solves for are rounded for the outputs of its
     queries: in 16 steps, each for every 16th pair, after which the values that remain are solved for again, with the ridge of
-    the refit. This changes codes and steps only, not what is stored; pairs of generated tokens, and those of models that read
-    their cache by themselves, are rounded to the nearest code. `bits` is the number of bits of a code, for keys and for values
-    alike. A pair takes 2 (bits D + 16) bits.
+    the refit; more than 2048 pairs of a head are divided into groups for this. This changes codes and steps only, not what is
+    stored; pairs of generated tokens, and those of models that read their cache by themselves, are rounded to the nearest code.
+    `bits` is the number of bits of a code, for keys and for values alike. A pair takes 2 (bits D + 16) bits.
     Every pair has its own steps, so a prompt is encoded to its last pair. If D is not a power of two, H consists of blocks.
     The newest `residual_length` pairs and the first `sinks` stay dense, and up to 31 more while tokens are generated (255 on
     a GPU).
@@ -126,22 +128,24 @@ class CentredCodec(Codec):
         device, basis = values.device, hadamard(values.shape[1], values.device)
         taken = {n: designs.take(n) for n, length in enumerate(layout.lengths) if length}
         fitted = {n: kept for n, kept in taken.items() if kept is not None}
-        for streams in _together(list(fitted), layout, device):
-            order, slices = rounding_order(max(layout.lengths[n] for n in streams))
-            gram = torch.eye(len(order), device=device).repeat(len(streams), 1, 1)
-            y = values.new_zeros(len(streams), len(order), values.shape[1])
+        groups = [(n, ranks) for n in fitted for ranks in _groups(layout.lengths[n])]
+        for together in _batches(groups, device):
+            order, slices = rounding_order(max(len(ranks) for _, ranks in together))
+            gram = torch.eye(len(order), device=device).repeat(len(together), 1, 1)
+            y = values.new_zeros(len(together), len(order), values.shape[1])
             indexes = []
-            for index, n in enumerate(streams):
-                length = layout.lengths[n]
-                places = torch.where(order < length)[0]  # on the host, which would wait for a GPU
-                ranks, places = order[places].to(device), places.to(device)
+            for index, (n, group) in enumerate(together):
+                places = torch.where(order < len(group))[0]  # on the host, which would wait for a GPU
+                ranks, places = group[order[places]].to(device), places.to(device)
                 rows, (design, ridge, unit) = layout.rows(n).start + ranks, fitted[n]
-                encoded = len(design.keys) - self.residual - length  # rank of the first pair; the newest stay dense
-                gram[index, places[:, None], places] = design.part(encoded + ranks).ridged_gram(ridge, unit)
+                first = (
+                    len(design.keys) - self.residual - layout.lengths[n]
+                )  # rank of the first pair; the newest stay dense
+                gram[index, places[:, None], places] = design.part(first + ranks).ridged_gram(ridge, unit)
                 y[index, places] = (values[rows] - centre[n].float()) @ basis
-                indexes.append((places, rows))
+                indexes.append((n, places, rows))
             y = compensated(y, gram, slices, self._nearest_values)
-            for n, rounded, (places, rows) in zip(streams, y, indexes, strict=True):
+            for rounded, (n, places, rows) in zip(y, indexes, strict=True):
                 values[rows] = rounded[places] @ basis + centre[n].float()
         return values
 
@@ -270,16 +274,22 @@ def _by_stream(layout: OfStreams, ranks: int, device: torch.device) -> Iterator[
         yield (starts[:, None] + rank).clamp_max(layout.total - 1), rank < lengths[:, None]
 
 
-def _together(streams: Sequence[int], layout: OfStreams, device: torch.device) -> Iterator[list[int]]:
-    """Yield streams whose Gram matrices are factored together: one on a CPU, as many as fit into a block on a GPU."""
+def _groups(length: int) -> list[Tensor]:
+    """Return the ranks of the pairs of a stream, in groups whose errors cancel out: neighbours are in different groups."""
+    count = -(-length // MOST)
+    return [torch.arange(first, length, count) for first in range(count)]
+
+
+def _batches(groups: Sequence[tuple[int, Tensor]], device: torch.device) -> Iterator[list[tuple[int, Tensor]]]:
+    """Yield groups whose Gram matrices are factored together: one on a CPU, as many as fit into a block on a GPU."""
     limit = 0 if device.type == "cpu" else block_bytes(device)
-    batch: list[int] = []
-    for n in streams:
-        longest = max(layout.lengths[other] for other in (*batch, n))
+    batch: list[tuple[int, Tensor]] = []
+    for group in groups:
+        longest = max(len(ranks) for _, ranks in (*batch, group))
         if batch and 4 * (len(batch) + 1) * longest**2 > limit:
             yield batch
             batch = []
-        batch.append(n)
+        batch.append(group)
     if batch:
         yield batch
 
