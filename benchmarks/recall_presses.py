@@ -9,7 +9,7 @@
     python -m benchmarks.recall_presses sizes --out essays.json --filler essays --contexts 40
     python -m benchmarks.recall_presses gradient --out gradient.json --contexts 40
     python -m benchmarks.recall_presses narrow --out narrow.json --contexts 40
-    python -m benchmarks.recall_presses widths --out widths.json --contexts 10
+    python -m benchmarks.recall_presses widths --out widths.json --contexts 8
     python -m benchmarks.recall_presses longer --out longer.json --length 2048 --contexts 40
     python -m benchmarks.recall_presses seen --out seen.json --question-aware
     python -m benchmarks.recall_presses fitted --out fitted.json   (with predictors.safetensors and rotations.safetensors here)

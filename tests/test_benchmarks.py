@@ -469,6 +469,17 @@ def test_the_page_on_a_pretrained_model_shows_the_committed_figures(names: tuple
     assert to_markdown(recall_table.joined(records)["rows"]).strip() in Path("docs/real-models.md").read_text()
 
 
+def test_the_page_of_frontier_shows_the_committed_figures_of_widths() -> None:
+    record = json.loads(Path("benchmarks/results/recall_smollm2_1024_widths.json").read_text())
+    rows = {row["press"]: row for row in record["cells"][0]["rows"]}
+    page = Path("docs/frontier.md").read_text()
+    for wide, narrow in zip(recall_presses.WIDTHS[::2], recall_presses.WIDTHS[1::2], strict=True):
+        assert rows[wide]["factor"] == pytest.approx(rows[narrow]["factor"], rel=0.01)
+        pair = [rows[press] for press in (wide, narrow)]
+        figures = " | ".join(f"{row['kl_mean']:.4f} | {row['kl_worst_context']:.4f}" for row in pair)
+        assert f"| {rows[wide]['factor']:.0f} | {figures} |" in page
+
+
 def test_the_page_of_frontier_shows_the_committed_figures_of_a_single_reading() -> None:
     records = [json.loads(Path(f"benchmarks/results/recall_smollm2_{n}_single.json").read_text()) for n in (2048, 4096)]
     kl = [{row["press"]: f"{row['kl_mean']:.4f}" for row in record["cells"][0]["rows"]} for record in records]
