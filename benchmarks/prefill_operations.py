@@ -36,7 +36,13 @@ from kvpress.quant import budgeted
 from kvpress.quant.rotated import SteppedRows
 from kvpress.quant.rounding import QueryMetric
 
-PRESSES = ("none", *(f"frontier:smaller={form}" for form in ("10", "20", "10,reads=chunk", "10,passes=1")))
+PRESSES = (
+    "none",
+    "frontier:smaller=10",
+    "frontier:smaller=20",
+    "frontier:smaller=10,reads=chunk",
+    "frontier:smaller=10,passes=1",
+)
 PHASES: dict[str, list[tuple[Any, str]]] = {
     "second reading": [(KVzipPress, "_repeat")],
     "scores": [(RepetitionScores, "take_in"), (RepetitionScores, "_gather")],

@@ -138,9 +138,7 @@ class CentredCodec(Codec):
                 places = torch.where(order < len(group))[0]  # on the host, which would wait for a GPU
                 ranks, places = group[order[places]].to(device), places.to(device)
                 rows, (design, ridge, unit) = layout.rows(n).start + ranks, fitted[n]
-                first = (
-                    len(design.keys) - self.residual - layout.lengths[n]
-                )  # rank of the first pair; the newest stay dense
+                first = len(design.keys) - self.residual - layout.lengths[n]  # the newest pairs stay dense
                 gram[index, places[:, None], places] = design.part(first + ranks).ridged_gram(ridge, unit)
                 y[index, places] = (values[rows] - centre[n].float()) @ basis
                 indexes.append((n, places, rows))

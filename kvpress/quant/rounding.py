@@ -101,9 +101,9 @@ def rounding_order(length: int) -> tuple[Tensor, list[slice]]:
 
     A slice holds every 16th pair, so that the neighbours of a pair can make up for its error.
     """
-    order = torch.cat([torch.arange(first, length, STEPS) for first in range(min(STEPS, length))])
-    ends = [sum(len(range(first, length, STEPS)) for first in range(last)) for last in range(min(STEPS, length) + 1)]
-    return order, [slice(start, stop) for start, stop in itertools.pairwise(ends)][::-1]
+    parts = [torch.arange(first, length, STEPS) for first in range(min(STEPS, length))]
+    ends = itertools.accumulate(map(len, parts), initial=0)
+    return torch.cat(parts), [slice(start, stop) for start, stop in itertools.pairwise(ends)][::-1]
 
 
 @torch.no_grad()

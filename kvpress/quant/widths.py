@@ -18,10 +18,9 @@ from kvpress.cache.report import format_bytes
 from kvpress.cache.segment import SLOT, DenseSegment, Segment
 from kvpress.core.amount import Amount
 from kvpress.core.model import LayerFacts, ModelFacts
-from kvpress.core.refit import KEPT_DESIGNS
 from kvpress.observe.observer import Wanted
 from kvpress.observe.view import View
-from kvpress.quant.rotated import GRAM, CentredCodec, RotatedSegment
+from kvpress.quant.rotated import CentredCodec, RotatedSegment
 
 Width: TypeAlias = tuple[int, int]
 """Bits per channel of keys and of values."""
@@ -235,7 +234,7 @@ class FittingCodec(Codec):
 
     @property
     def aids(self) -> tuple[Wanted, ...]:
-        return GRAM, KEPT_DESIGNS
+        return tuple(dict.fromkeys(aid for width in WIDTHS for aid in self.room.codec(width).aids))
 
     def at(self, tokens: int) -> Codec:
         width = self.room.fitting(tokens)
